@@ -156,7 +156,15 @@ def expert_plan(
     num_ranks = len(sent)
     check_rank(num_ranks, rank)
     parts = max_parts(num_ranks) if parts is None else parts
-    _check(rank, sent, received, parts, min_rows)
+    check_positive(parts=parts)
+    if min_rows < MIN_PIECE_ROWS:
+        raise ValueError(f"min_rows: {min_rows}: must be at least {MIN_PIECE_ROWS}")
+    if len(received) != len(sent) or len({len(counts) for counts in (*sent, *received)}) != 1 or not sent[0]:
+        raise ValueError("sent, received: both must have a row for each rank and a column for each local expert")
+    if min(min(counts) for counts in (*sent, *received)) < 0:
+        raise ValueError("sent, received: counts must not be negative")
+    if list(sent[rank]) != list(received[rank]):
+        raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")
     bounds = list(accumulate(map(sum, sent), initial=0))
     tokens = [list(accumulate(counts, initial=start)) for start, counts in zip(bounds, sent, strict=False)]
     rows = _first_rows(received)
@@ -245,15 +253,3 @@ def _at(chunks: list[Segments], part: int) -> Segments:
 
 def _rows(segments: Segments) -> int:
     return sum(segment.rows for segment in segments)
-
-
-def _check(rank: int, sent: Counts, received: Counts, parts: int, min_rows: int) -> None:
-    check_positive(parts=parts)
-    if min_rows < MIN_PIECE_ROWS:
-        raise ValueError(f"min_rows: {min_rows}: must be at least {MIN_PIECE_ROWS}")
-    if len(received) != len(sent) or len({len(counts) for counts in (*sent, *received)}) != 1 or not sent[0]:
-        raise ValueError("sent, received: both must have a row for each rank and a column for each local expert")
-    if min(min(counts) for counts in (*sent, *received)) < 0:
-        raise ValueError("sent, received: counts must not be negative")
-    if list(sent[rank]) != list(received[rank]):
-        raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")

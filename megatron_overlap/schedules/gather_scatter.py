@@ -29,11 +29,7 @@ Run = tuple[Chunk, ...]
 
 
 def check_rank(num_ranks: int, rank: int) -> None:
-    """Check the size of the group, and a rank in it.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Raise a `ValueError` if the size of the group, or a rank in it, is out of range."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks: {num_ranks}: must be 1 to {MAX_RANKS}; use a smaller group")
     if not 0 <= rank < num_ranks:

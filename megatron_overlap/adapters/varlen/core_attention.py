@@ -37,7 +37,7 @@ class VarlenError(ValueError):
     """Balanced attention does not support an argument of Megatron; names the flag, its value and the remedy."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
 
@@ -48,8 +48,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """
 
     qkv_format: str = "sbhd"
-    batch: Batch | None = None
-    adapter: VarlenAdapter | None = None
+    batch: Batch
+    adapter: VarlenAdapter
 
 
 class VarlenAdapter(Adapter):
@@ -201,11 +201,7 @@ class TokenRotary(torch.nn.Module):
     """Rotary embedding by the position of each token in its document; the stock embedding uses the row number.
 
     Megatron calls `get_rotary_seq_len` and passes its result to `forward`. Here the result is the positions of the rows
-    instead of their number.
-
-    Args:
-        embedding: Megatron's rotary embedding.
-        max_positions: all positions are below this.
+    instead of their number. All positions are below `max_positions`.
     """
 
     def __init__(self, embedding: torch.nn.Module, max_positions: int) -> None:
@@ -233,6 +229,4 @@ def _batch_of(packed_seq_params: Any) -> tuple[Batch, VarlenAdapter]:
             "overlap.varlen: the model was called without a micro-batch of documents: use the provided scripts for "
             "training and evaluation"
         )
-    assert packed_seq_params.batch is not None
-    assert packed_seq_params.adapter is not None
     return packed_seq_params.batch, packed_seq_params.adapter

@@ -63,11 +63,7 @@ class Batch:
 
 
 class LoaderThread:
-    """The thread and the host group of a rank's loaders. It prepares micro-batches in the order of the requests.
-
-    Args:
-        group: the ranks that share micro-batches.
-    """
+    """Prepares the micro-batches of a rank's loaders, in the order of the requests; `group` shares micro-batches."""
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group

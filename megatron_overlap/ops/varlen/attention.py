@@ -67,7 +67,29 @@ def balanced_attention(
         TransportError: a peer has failed or exceeds the deadline.
     """
     transports = _transports(group)
-    rebalances = _check(q, k, v, plan, index, transports.inter, window, layout)
+    size, rank = transports.inter.size, transports.inter.rank
+    if window is not None and window < 0:
+        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
+    if size != plan.topology.ranks:
+        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {size}")
+    if not 0 <= index < len(plan.passes):
+        raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
+    if layout not in ("attention", "linear"):
+        raise ValueError(f"layout: {layout}: use attention or linear")
+    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
+    rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[rank]
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: {k.shape[1]} heads: must divide the {q.shape[1]} of q")
+    if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
+        raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
+    if q.is_cuda and q.element_size() != 2:
+        raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
+    if q.shape[0] != rows:
+        raise ValueError(f"q: {q.shape[0]} rows: the plan has {rows} for rank {rank} in pass {index}, {layout} layout")
+    if rebalances is not None and not rebalances[0].moves:
+        rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer)
     out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
@@ -131,42 +153,6 @@ def _transports(group: dist.ProcessGroup | Transport | VarlenTransports) -> Varl
     if isinstance(group, dist.ProcessGroup):
         return VarlenTransports.open(group, lambda channel: transport_of(group, channel=channel))
     return VarlenTransports(group, group, group)
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    index: int,
-    transport: Transport,
-    window: int | None,
-    layout: Layout,
-) -> tuple[Rebalance, Rebalance] | None:
-    """Checks the arguments; returns `CallOptions.rebalances`."""
-    if window is not None and window < 0:
-        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
-    if transport.size != plan.topology.ranks:
-        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
-    if not 0 <= index < len(plan.passes):
-        raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
-    if layout not in ("attention", "linear"):
-        raise ValueError(f"layout: {layout}: use attention or linear")
-    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
-    rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[transport.rank]
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
-        raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: {k.shape[1]} heads: must divide the {q.shape[1]} of q")
-    if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
-        raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
-    if q.is_cuda and q.element_size() != 2:
-        raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
-    if q.shape[0] != rows:
-        raise ValueError(
-            f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}, {layout} layout"
-        )
-    return rebalances if rebalances is not None and rebalances[0].moves else None
 
 
 @lru_cache(maxsize=16)

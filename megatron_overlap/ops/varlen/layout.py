@@ -112,9 +112,8 @@ class RowMessages:
 
         Args:
             plan: messages of all ranks.
-            sources: the rows `[rows, width]` that this rank sends, by payload and ring step of the message.
-            sinks: buffers for the rows that this rank receives, by payload and ring step; results for an owner have
-                ring step -1.
+            sources, sinks: the rows `[rows, width]` that this rank sends, and buffers for those that it receives, by
+                payload and ring step; results for an owner have ring step -1.
             after_work: by payload and ring step, number of `mark_ready` units that must be done before a message
                 leaves; absent means 0.
             like, width: dtype and device, and elements of a row.

@@ -69,14 +69,11 @@ class TaskQueues:
     _now_fs: int = 0
 
     def run(self, *, gather_first: bool = False) -> None:
-        """Runs all tasks.
+        """Runs all tasks; with `gather_first` it first waits for all payloads, as an all-gather does.
 
         Without a ready or local task the rank waits: for ring steps first, inter-node before intra-node, then for
         rebalanced rows, then for results. `tests/schedules/varlen` proves that this order cannot deadlock. Rebalanced
         rows come before results because their owners send them at the start, before any computation.
-
-        Args:
-            gather_first: wait for all payloads before the first computation, as an all-gather does.
         """
         ring_steps, results = list(self.ring_steps.values()), list(self.results.values())
         if gather_first:
@@ -160,12 +157,9 @@ class RingCall:
         groups = messages_of(self.options.plan, self.options.index, traffic, self.options.window)
         runs = [RingGroupRun(self, messages, number) for number, messages in enumerate(groups)]
         # Post all payloads before the first result: payloads need no computation, so no message blocks them.
-        for run in runs:
-            run.post_payloads()
-        for run in runs:
-            run.post_results()
-        for run in runs:
-            run.enqueue()
+        for step in (RingGroupRun.post_payloads, RingGroupRun.post_results, RingGroupRun.enqueue):
+            for run in runs:
+                step(run)
         return runs
 
 
@@ -262,7 +256,7 @@ class RingGroupRun:
             run = partial(self._send_result, step, number)
             results.append(Task(run, partial(is_completed, step.rounds), partial(wait, step.rounds), is_runnable))
         for index in self._owned:
-            rounds = self._messages.owner_rounds(index, self._transport.rank)
+            rounds = self._messages.owner_rounds(index)
             run = partial(self._apply_result, index)
             results.append(Task(run, partial(is_completed, rounds), partial(wait, rounds)))
 

@@ -68,13 +68,10 @@ class Level:
 
 
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
-    """Places items, by falling length, into bins.
+    """Places items, by falling length, into bins; returns None if items cannot be cut and do not fit.
 
     The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
     overflows or the result is uneven, the placement restarts with a lower threshold.
-
-    Returns:
-        The placement; None if items cannot be cut and do not fit.
     """
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
     linear_fs = level.cost.linear_fs

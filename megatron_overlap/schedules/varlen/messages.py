@@ -70,13 +70,13 @@ class RingMessages:
         found = [RingStep(payload, step, tuple(sorted(rounds))) for (payload, step), rounds in needs.items()]
         return sorted(found, key=lambda step: (max(step.rounds, default=-1), step.payload))
 
-    def owner_rounds(self, payload: int, rank: int) -> tuple[int, ...]:
-        """The rounds that bring the results of a payload to its owner, which is `rank`."""
+    def owner_rounds(self, payload: int) -> tuple[int, ...]:
+        """The rounds that bring the results of a payload to its owner."""
         assert self.collect is not None
         return tuple(
             message.round
             for message in self.collect.messages
-            if message.payload == payload and message.to_owner and message.is_final and message.to == rank
+            if message.payload == payload and message.to_owner and message.is_final
         )
 
 

@@ -160,8 +160,7 @@ def ring_over_all(
     gathers all keys and values before it computes.
 
     Raises:
-        CapacityError: a document is longer than one pass of all ranks.
-        ValueError: see `partition`.
+        CapacityError, ValueError: see `partition`.
     """
     check_room(lengths, topology, capacity)
 

@@ -65,13 +65,7 @@ class Ring:
 
 
 def make_ring(document: int, shares: Sequence[tuple[int, int]], topology: Topology) -> Ring:
-    """Returns the ring of a document that is cut into shares.
-
-    Args:
-        document: index in the batch.
-        shares: (rank, tokens) of each member, ranks ascending, tokens above 0. The shares cover the whole document.
-        topology: determines the zone of the ring.
-    """
+    """The ring of a whole document that is cut into shares: (rank, tokens), ranks ascending, tokens above 0."""
     early = [-(-tokens // 2) for _, tokens in shares]
     late = [tokens // 2 for _, tokens in reversed(shares)]
     ranks = tuple(rank for rank, _ in shares)

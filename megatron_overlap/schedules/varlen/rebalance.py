@@ -63,7 +63,6 @@ def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] |
 
     Args:
         tokens: tokens of each rank, for example `Plan.tokens`.
-        topology: determines which ranks share a node.
         target: tokens of each rank after the rebalancing, with the same sum. None makes them even. The ranks with one
             token more are then chosen such that the fewest rows move.
 
