@@ -48,15 +48,10 @@ class UlyssesAdapter(Adapter):
     ) -> torch.Tensor:
         """Causal attention of the own rows of a zigzag layout, `[rows, B, heads x D]`; `options` of the operation."""
         rows, _, heads, size = query.shape
+        layout = SequenceLayout.zigzag(rows * group.size(), group.size())
+        observer = functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses")
         context = ulysses_attention(
-            query,
-            key,
-            value,
-            group=self.transport(group),
-            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
-            plan=self.plan,
-            observer=functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses"),
-            **options,
+            query, key, value, group=self.transport(group), layout=layout, plan=self.plan, observer=observer, **options
         )
         return context.flatten(2)
 

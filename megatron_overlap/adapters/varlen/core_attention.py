@@ -75,13 +75,9 @@ class VarlenAdapter(Adapter):
         nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
         if ranks % nodes:
             raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
+        nics = min(wanted.nics_per_node, ranks // nodes)
         self.topology = Topology(
-            nodes,
-            ranks // nodes,
-            min(wanted.nics_per_node, ranks // nodes),
-            intra_gbps=wanted.intra_gbps,
-            inter_gbps=wanted.inter_gbps,
-            routing=wanted.routing,
+            nodes, ranks // nodes, nics, wanted.intra_gbps, wanted.inter_gbps, routing=wanted.routing
         )
 
     def drop(self) -> None:
@@ -102,19 +98,13 @@ class VarlenAdapter(Adapter):
 
     @untraced
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scale: float
     ) -> torch.Tensor:
         """Causal attention of each document alone: `[rows, heads, D]` to the same shape, in the linear layout."""
         heads = f"{query.shape[1]}x{query.shape[2]}"
+        observer = partial(self.session.counters.overlapped, "attention", heads, "balanced_attention")
         return balanced_attention(
-            query,
-            key,
-            value,
-            plan,
-            group=self.transports,
-            softmax_scale=softmax_scale,
-            layout="linear",
-            observer=partial(self.session.counters.overlapped, "attention", heads, "balanced_attention"),
+            query, key, value, plan, group=self.transports, softmax_scale=scale, layout="linear", observer=observer
         )
 
 

@@ -160,8 +160,8 @@ class _MovedRows:
             self.rows = [x.new_empty(num_rows, *x.shape[1:]) for x in tensors]
             for whole, own in zip(self.rows, tensors, strict=True):
                 whole[:in_place] = own
-        self._inbound = _MoveMessages(transport, inbound, leaving, self._received, {}, f"{name} inbound", in_place)
-        self.is_arrived = self._inbound.is_arrived
+        self._inbound = _post_moves(transport, inbound, leaving, self._received, {}, f"{name} inbound", in_place)
+        self.is_arrived = partial(self._inbound.is_completed, self._inbound.receive_rounds)
         # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
         self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
         self._parts = self._packed.split(list(heads), dim=1)
@@ -170,7 +170,7 @@ class _MovedRows:
 
     def wait(self) -> None:
         """Waits for the rows of other ranks."""
-        self._inbound.wait_arrived()
+        self._inbound.wait(self._inbound.receive_rounds)
         if self._needs_copy:
             self._needs_copy = False
             for whole, part in zip(self.rows, self._received.split(self._heads, dim=1), strict=True):
@@ -183,7 +183,7 @@ class _MovedRows:
         """
         rank, packed = self._transport.rank, self._packed
         after = {(i, 0): num_steps(m.start, m.stop) for i, m in enumerate(self._moves.moves) if m.source == rank}
-        self._outbound = _MoveMessages(self._transport, self._moves, packed, packed, after, f"{self._name} outbound")
+        self._outbound = _post_moves(self._transport, self._moves, packed, packed, after, f"{self._name} outbound")
 
     def step(self) -> None:
         """Marks the next rows of the results as ready."""
@@ -193,7 +193,7 @@ class _MovedRows:
     def finish(self) -> list[torch.Tensor]:
         """Waits for all messages; returns the results in the linear layout."""
         self.step()
-        self._outbound.wait_arrived()
+        self._outbound.wait(self._outbound.receive_rounds)
         self._outbound.wait_all()
         self.wait()
         self._inbound.wait_all()
@@ -201,27 +201,21 @@ class _MovedRows:
         return [part[: self._num_linear] for part in self._parts]
 
 
-class _MoveMessages(RowMessages):
-    """The messages of a rebalancing, posted. They read and write only the moved rows of `x` and `y`.
+def _post_moves(
+    transport: Transport,
+    moves: Rebalance,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    after_work: dict[tuple[int, int], int],
+    name: str,
+    first_row: int = 0,
+) -> RowMessages:
+    """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
 
-    `is_arrived` returns whether all rows for this rank have arrived; `wait_arrived` waits for them. `first_row` is the
-    row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
+    `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        moves: Rebalance,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        after_work: dict[tuple[int, int], int],
-        name: str,
-        first_row: int = 0,
-    ) -> None:
-        rank = transport.rank
-        numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
-        sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
-        sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
-        super().__init__(transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)
-        self.is_arrived = partial(self.is_completed, self.receive_rounds)
-        self.wait_arrived = partial(self.wait, self.receive_rounds)
+    rank = transport.rank
+    numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
+    sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
+    sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
+    return RowMessages(transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)

@@ -102,11 +102,11 @@ class RingAttention(ABC):
 
     def reset(self, result: torch.Tensor) -> None:
         """Sets `result` to the result over no keys and no queries. Forward pass-KV sends no results."""
-        raise NotImplementedError
+        result.zero_()
 
     def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
         """Adds the received result of earlier ring steps to `result`."""
-        raise NotImplementedError
+        result += received
 
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
         """Adds the result of all ring steps to own rows."""
@@ -195,12 +195,6 @@ class BackwardPassKV(RingAttention):
         add(self.dq, own, dq)
         add(grads[:, 0], runs, dk)
         add(grads[:, 1], runs, dv)
-
-    def reset(self, result: torch.Tensor) -> None:
-        result.zero_()
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        result += received
 
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
         grads = result.view(-1, 2, *self.k.shape[1:])

@@ -56,8 +56,7 @@ class Ring:
 
     def tokens(self, position: int) -> int:
         """Tokens of the member at `position`."""
-        (a, b), (c, d) = self.chunks(position)
-        return b - a + d - c
+        return sum(stop - start for start, stop in self.chunks(position))
 
     def pairs(self, position: int) -> int:
         """Query-key pairs of causal attention for the queries of the member at `position`."""
