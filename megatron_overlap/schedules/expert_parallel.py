@@ -11,16 +11,14 @@ Each pair of ranks cuts the rows between them by the counts of that pair, which 
 of a pair depends on the number of ranks alone. Both ranks therefore number a message alike without global counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
-from megatron_overlap.schedules.plan import Chunk, Message
+from megatron_overlap.schedules.plan import Chunk, Message, check_positive
 
 MAX_CHUNKS = 4
 """Approximate number of chunks of a rank in each direction, and largest number of pieces of its own rows. Own rows hide
@@ -158,19 +156,23 @@ def expert_plan(
     num_ranks = len(sent)
     check_rank(num_ranks, rank)
     parts = max_parts(num_ranks) if parts is None else parts
-    _check(rank, sent, received, parts, min_rows)
+    check_positive(parts=parts)
+    if min_rows < MIN_PIECE_ROWS:
+        raise ValueError(f"min_rows: {min_rows}: must be at least {MIN_PIECE_ROWS}")
+    if len(received) != len(sent) or len({len(counts) for counts in (*sent, *received)}) != 1 or not sent[0]:
+        raise ValueError("sent, received: both must have a row for each rank and a column for each local expert")
+    if min(min(counts) for counts in (*sent, *received)) < 0:
+        raise ValueError("sent, received: counts must not be negative")
+    if list(sent[rank]) != list(received[rank]):
+        raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")
     bounds = list(accumulate(map(sum, sent), initial=0))
-    first_rows = _first_rows(received)
-    cuts = [_cut(counts, parts, min_rows) for counts in received]
-    received_chunks = [_place(cut, starts) for cut, starts in zip(cuts, first_rows, strict=True)]
-    sent_chunks = []
-    for start, counts in zip(bounds, sent, strict=False):
-        starts = list(accumulate(counts, initial=start))[:-1]
-        sent_chunks.append(_place(_cut(counts, parts, min_rows), starts))
+    tokens = [list(accumulate(counts, initial=start)) for start, counts in zip(bounds, sent, strict=False)]
+    rows = _first_rows(received)
+    sent_chunks = [_cut(counts, first, parts, min_rows) for counts, first in zip(sent, tokens, strict=True)]
+    received_chunks = [_cut(counts, first, parts, min_rows) for counts, first in zip(received, rows, strict=True)]
     # Own rows send no message, so their pieces do not depend on the number of ranks.
-    own_cut = _cut(sent[rank], MAX_CHUNKS, min_rows)
-    own_starts = list(accumulate(sent[rank], initial=bounds[rank]))[:-1]
-    own = tuple(map(OwnPiece, _place(own_cut, own_starts), _place(own_cut, first_rows[rank])))
+    own_tokens, own_rows = (_cut(sent[rank], first, MAX_CHUNKS, min_rows) for first in (tokens[rank], rows[rank]))
+    own = tuple(map(OwnPiece, own_tokens, own_rows))
     steps = [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in range(1, num_ranks)]
     # Part by part, so that no rank receives from one peer alone for long.
     order = [(part, to, source) for part in range(parts) for to, source in steps]
@@ -186,19 +188,11 @@ def expert_plan(
     return ExpertPlan(num_ranks, rank, bounds[-1], experts, messages, own)
 
 
-class _Piece(NamedTuple):
-    """Rows `start` to `stop` of the rows of one pair of ranks for one expert."""
-
-    expert: int
-    start: int
-    stop: int
-
-
-def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]:
+def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:
     """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
 
-    A cut inside the rows of an expert leaves at least `min_rows`, and at least half a chunk, on both sides. Otherwise
-    it moves to the nearer end of these rows.
+    `starts` are the first rows for each expert in the tensor. A cut inside the rows of an expert leaves at least
+    `min_rows`, and at least half a chunk, on both sides. Otherwise it moves to the nearer end of these rows.
     """
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
@@ -207,29 +201,21 @@ def _cut(counts: Sequence[int], parts: int, min_rows: int) -> list[list[_Piece]]
     inner = {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)}
     edges = sorted({0, total} | inner)
     return [
-        [
-            _Piece(expert, max(begin, start) - start, min(end, stop) - start)
-            for expert, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        tuple(
+            Segment(expert, first + max(begin - start, 0), first + min(end, stop) - start)
+            for expert, (first, start, stop) in enumerate(zip(starts, bounds, bounds[1:], strict=False))
             if max(begin, start) < min(end, stop)
-        ]
-        for begin, end in zip(edges, edges[1:], strict=False)
+        )
+        for begin, end in pairwise(edges)
     ]
 
 
 def _snapped(bound: int, bounds: list[int], least: int) -> int:
     """`bound`, or the nearer end of the rows of its expert if `bound` leaves fewer than `least` of them on a side."""
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         if start < bound < stop and min(bound - start, stop - bound) < least:
             return start if bound - start <= stop - bound else stop
     return bound
-
-
-def _place(chunks: list[list[_Piece]], starts: Sequence[int]) -> list[Segments]:
-    """The chunks of one pair as rows of a tensor, where the rows for each expert begin at `starts`."""
-    return [
-        tuple(Segment(expert, starts[expert] + start, starts[expert] + stop) for expert, start, stop in chunk)
-        for chunk in chunks
-    ]
 
 
 def _first_rows(received: Counts) -> list[list[int]]:
@@ -267,16 +253,3 @@ def _at(chunks: list[Segments], part: int) -> Segments:
 
 def _rows(segments: Segments) -> int:
     return sum(segment.rows for segment in segments)
-
-
-def _check(rank: int, sent: Counts, received: Counts, parts: int, min_rows: int) -> None:
-    if parts < 1:
-        raise ValueError(f"parts: {parts}: must be at least 1")
-    if min_rows < MIN_PIECE_ROWS:
-        raise ValueError(f"min_rows: {min_rows}: must be at least {MIN_PIECE_ROWS}")
-    if len(received) != len(sent) or len({len(counts) for counts in (*sent, *received)}) != 1 or not sent[0]:
-        raise ValueError("sent, received: both must have a row for each rank and a column for each local expert")
-    if min(min(counts) for counts in (*sent, *received)) < 0:
-        raise ValueError("sent, received: counts must not be negative")
-    if list(sent[rank]) != list(received[rank]):
-        raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work
+from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
 
 MAX_RANKS = 64
 Gathers = Literal["between", "after"]
@@ -29,26 +29,17 @@ Run = tuple[Chunk, ...]
 
 
 def check_rank(num_ranks: int, rank: int) -> None:
-    """Check the size of the group, and a rank in it.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Raise a `ValueError` if the size of the group, or a rank in it, is out of range."""
     if not 1 <= num_ranks <= MAX_RANKS:
         raise ValueError(f"num_ranks: {num_ranks}: must be 1 to {MAX_RANKS}; use a smaller group")
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank: {rank}: must be 0 to {num_ranks - 1}")
 
 
-def validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
-    """Check the arguments that all builders share.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
+def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
+    """Check the arguments that all builders share."""
     check_rank(num_ranks, rank)
-    if chunks_per_rank < 1:
-        raise ValueError(f"chunks_per_rank: {chunks_per_rank}: must be at least 1")
+    check_positive(chunks_per_rank=chunks_per_rank)
     if pattern not in ("ring", "direct", "serial"):
         raise ValueError(f"pattern: {pattern}: use ring, direct or serial")
     if split not in ("edge", "all"):
@@ -76,27 +67,23 @@ def all_gather_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    validate(num_ranks, rank, chunks_per_rank, pattern, split)
-    parts = range(chunks_per_rank)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
     messages: list[Message] = []
-    work = [Work(tuple(Chunk(rank, part) for part in parts))]
+    work = [Work(tuple(Chunk(rank, part) for part in range(chunks_per_rank)))]
     for distance in range(1, num_ranks):
         owner = (rank - distance) % num_ranks
         first = len(messages)
-        for part in parts:
+        for part in range(chunks_per_rank):
             if pattern == "ring":
                 forwarded, after = (owner + 1) % num_ranks, first - chunks_per_rank + part if distance > 1 else None
                 to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
                 messages.append(Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after))
             else:
                 messages.append(Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner))
-        received = range(first, len(messages))
-        if split == "all" or distance == num_ranks - 1:
-            work += [Work((Chunk(owner, part),), needs=(received[part],)) for part in parts]
-        else:
-            work.append(Work(tuple(Chunk(owner, part) for part in parts), needs=tuple(received)))
+        for chunks in _groups(owner, chunks_per_rank, split == "all" or distance == num_ranks - 1):
+            work.append(Work(chunks, needs=tuple(first + chunk.part for chunk in chunks)))
     if pattern == "serial" and num_ranks > 1:
-        all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in parts)
+        all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
         work = [Work(all_chunks, needs=tuple(range(len(messages))))]
     return Plan("all_gather", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
@@ -109,9 +96,7 @@ def reduce_scatter_plan(
     Every message may be sent before the last GEMM starts, so the GEMM of the own slice hides the pending messages.
 
     Args:
-        num_ranks: size of the group, 1 to 64.
-        rank: this rank in the group.
-        chunks_per_rank: messages per slice.
+        num_ranks, rank, chunks_per_rank: see `all_gather_plan`.
         pattern: `ring` sends a running partial sum from r to r+1 and computes r-1, r-2, ..., r. `direct` sends each
             partial sum to its owner, which adds all of them, and computes r+1, r+2, ..., r. `serial` sends like
             `direct` after one GEMM over all rows.
@@ -121,7 +106,7 @@ def reduce_scatter_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
     build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
     messages, work = build(num_ranks, rank, chunks_per_rank, split)
     if pattern == "serial" and num_ranks > 1:
@@ -200,8 +185,7 @@ def all_reduce_plan(
     part are computed last: only the sums of that part are sent after the last GEMM.
 
     Args:
-        num_ranks: size of the group, 1 to 64.
-        rank: this rank in the group.
+        num_ranks, rank: see `all_gather_plan`.
         chunks_per_rank: number of parts.
         pattern: `direct`; or `serial`, which sends the same messages after one GEMM over all rows.
         split: `edge` computes a part in one GEMM, except the first part, so that sending starts early, and the last
@@ -212,14 +196,14 @@ def all_reduce_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
     if pattern == "ring":
         raise ValueError("pattern: ring: an all-reduce has no ring schedule; use direct")
     if gathers not in ("between", "after"):
         raise ValueError(f"gathers: {gathers}: use between or after")
     messages: list[Message] = []
     work: list[Work] = []
-    distances = range(1, num_ranks)
+    peers = [((rank + distance) % num_ranks, (rank - distance) % num_ranks) for distance in range(1, num_ranks)]
     parts = range(chunks_per_rank)
     made: dict[Chunk, int] = {}
     partial_sums: dict[int, tuple[int, ...]] = {}
@@ -231,8 +215,7 @@ def all_reduce_plan(
 
     def send_partial_sums(part: int) -> None:
         first = len(messages)
-        for distance in distances:
-            to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+        for to, source in peers:
             chunk = Chunk(to, part)
             messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
         partial_sums[part] = tuple(range(first, len(messages)))
@@ -240,8 +223,7 @@ def all_reduce_plan(
     def add_and_send_sums(part: int) -> None:
         if num_ranks > 1:
             work.append(Work((), adds=partial_sums[part]))
-        for distance in distances:
-            to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+        for to, source in peers:
             messages.append(Message(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
 
     if pattern == "serial":
@@ -289,9 +271,7 @@ class Nodes:
     per_node: int
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}: must be at least 1")
+        check_positive(num_nodes=self.num_nodes, per_node=self.per_node)
 
     @classmethod
     def of(cls, hosts: Sequence[str]) -> Nodes:
@@ -351,19 +331,17 @@ class Nodes:
 @lru_cache(maxsize=128)
 def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
     plan = build(nodes.num_nodes, nodes.node(rank))
-
-    def on_rail(node: int) -> int:
-        return node * nodes.per_node + nodes.place(rank)
-
-    def of_rank(message: Message) -> Message:
-        return replace(
+    rail = range(nodes.place(rank), nodes.num_ranks, nodes.per_node)
+    messages = [
+        replace(
             message,
-            send=Chunk(on_rail(message.send.owner), 0),
-            to=on_rail(message.to),
-            recv=Chunk(on_rail(message.recv.owner), 0),
-            source=on_rail(message.source),
+            send=Chunk(rail[message.send.owner], 0),
+            to=rail[message.to],
+            recv=Chunk(rail[message.recv.owner], 0),
+            source=rail[message.source],
             # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
             not_before=message.after_work or message.not_before,
         )
-
-    return replace(plan, messages=tuple(map(of_rank, plan.messages)))
+        for message in plan.messages
+    ]
+    return replace(plan, messages=tuple(messages))

@@ -22,10 +22,6 @@ def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < extra)
 
 
-_LARGEST = 4
-"""Ratio of the rows of the largest and the smallest part of a slice."""
-
-
 def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
     """Return the relative sizes of the parts: equal, or doubling from the small end or ends up to a factor of 4.
 
@@ -35,8 +31,8 @@ def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
     if small is None:
         return (1,) * parts
     if small == "both":
-        return tuple(min(_LARGEST, 2 ** min(part, parts - 1 - part, 8)) for part in range(parts))
-    weights = tuple(min(_LARGEST, 2 ** min(max(0, part - 1), 8)) for part in range(parts))
+        return tuple(2 ** min(part, parts - 1 - part, 2) for part in range(parts))
+    weights = tuple(2 ** min(max(0, part - 1), 2) for part in range(parts))
     return weights if small == "first" else weights[::-1]
 
 
@@ -47,17 +43,35 @@ def _cut_parts(length: int, parts: int, index: int, small: Small | None) -> tupl
     return length * bounds[index] // bounds[-1], length * bounds[index + 1] // bounds[-1]
 
 
-def _check_counts(num_rows: int, num_ranks: int, chunks_per_rank: int) -> None:
-    if num_rows < 0:
-        raise ValueError(f"num_rows: {num_rows}: must not be negative")
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks: {num_ranks}: must be at least 1")
-    if chunks_per_rank < 1:
-        raise ValueError(f"chunks_per_rank: {chunks_per_rank}: must be at least 1")
+def check_positive(**arguments: int) -> None:
+    """Raise a `ValueError` that names the first argument below one."""
+    for name, value in arguments.items():
+        if value < 1:
+            raise ValueError(f"{name}: {value}: must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLayout:
+class _Layout:
+    num_rows: int
+    num_ranks: int
+    chunks_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 0:
+            raise ValueError(f"num_rows: {self.num_rows}: must not be negative")
+        check_positive(num_ranks=self.num_ranks, chunks_per_rank=self.chunks_per_rank)
+
+    def rows(self, chunk: Chunk) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def num_chunk_rows(self, chunk: Chunk) -> int:
+        """Return the number of rows of `chunk`; may be 0."""
+        start, stop = self.rows(chunk)
+        return stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout(_Layout):
     """Row bounds of every shard and chunk of a `[num_rows, ...]` activation.
 
     Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism. A shard is cut into
@@ -68,14 +82,8 @@ class ChunkLayout:
         ValueError: a count is below one, or `num_rows` is negative.
     """
 
-    num_rows: int
-    num_ranks: int
-    chunks_per_rank: int = 1
     small: Small | None = None
     _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
 
     def shard(self, owner: int) -> tuple[int, int]:
         """Return the start and stop row of the shard of `owner`."""
@@ -101,14 +109,9 @@ class ChunkLayout:
         start, stop = self.rows(chunk)
         return start - first, stop - first
 
-    def num_chunk_rows(self, chunk: Chunk) -> int:
-        """Return the number of rows of `chunk`; 0 if the shard has fewer rows than parts."""
-        start, stop = self.rows(chunk)
-        return stop - start
-
 
 @dataclass(frozen=True, slots=True)
-class PartLayout:
+class PartLayout(_Layout):
     """Row bounds of every chunk of a `[num_rows, ...]` activation in an all-reduce, where no rank owns a shard.
 
     The rows are cut into `chunks_per_rank` parts, with small parts at both ends (`part_weights`). Each part is cut into
@@ -119,23 +122,11 @@ class PartLayout:
         ValueError: a count is below one, or `num_rows` is negative.
     """
 
-    num_rows: int
-    num_ranks: int
-    chunks_per_rank: int = 1
-
-    def __post_init__(self) -> None:
-        _check_counts(self.num_rows, self.num_ranks, self.chunks_per_rank)
-
     def rows(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk`."""
         first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
-
-    def num_chunk_rows(self, chunk: Chunk) -> int:
-        """Return the number of rows of `chunk`; may be 0."""
-        start, stop = self.rows(chunk)
-        return stop - start
 
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -199,5 +190,5 @@ class Plan:
 
     def layout(self, num_rows: int) -> ChunkLayout:
         """Return the row bounds of every chunk. A gather has a small last part, a scatter a small first part."""
-        small: Literal["first", "last"] = "last" if self.collective == "all_gather" else "first"
+        small: Small = "last" if self.collective == "all_gather" else "first"
         return ChunkLayout(num_rows, self.num_ranks, self.chunks_per_rank, small)

@@ -17,8 +17,7 @@ class RowTile(NamedTuple):
     """The rows of one row of GEMM tiles. The kernels read its eight integers.
 
     Attributes:
-        start: first row in the gathered activation.
-        stop: last row + 1.
+        start, stop: first row and last row + 1 in the gathered activation.
         owner: rank that owns the rows.
         part: index of their chunk in the shard of the owner.
         row_in_shard: `start`, relative to the first row of the owner.
@@ -62,20 +61,19 @@ def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: in
     tiles = []
     for chunk in order:
         start, stop = layout.rows(chunk)
-        block = block_rows or max(1, stop - start)
+        starts = range(start, stop, block_rows or max(1, stop - start))
         first, _ = layout.shard(chunk.owner)
-        count = -(-(stop - start) // block)
         tiles += [
             RowTile(
-                start=start + number * block,
-                stop=min(stop, start + (number + 1) * block),
+                start=row,
+                stop=min(stop, row + starts.step),
                 owner=chunk.owner,
                 part=chunk.part,
-                row_in_shard=start + number * block - first,
-                tiles_in_chunk=count,
+                row_in_shard=row - first,
+                tiles_in_chunk=len(starts),
                 remote=int(chunk.owner != rank),
                 flag=chunk.owner * layout.chunks_per_rank + chunk.part,
             )
-            for number in range(count)
+            for row in starts
         ]
     return tiles

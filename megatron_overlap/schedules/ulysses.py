@@ -12,13 +12,15 @@ sent first, so the link never waits for an attention while another piece is read
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
-from megatron_overlap.schedules.plan import Chunk, Message, _cut
+from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
 
 Run = tuple[int, int]
 """Start and stop."""
@@ -57,22 +59,16 @@ class SequenceLayout:
     @classmethod
     def zigzag(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
         """Rank i holds pieces i and 2N-1-i of 2N, as Megatron's context parallelism splits a sequence."""
-        pieces = 2 * num_ranks
-        return cls(
-            tuple(
-                (_cut(num_rows, pieces, rank), _cut(num_rows, pieces, pieces - 1 - rank)) for rank in range(num_ranks)
-            )
-        )
+        pieces = [_cut(num_rows, 2 * num_ranks, index) for index in range(2 * num_ranks)]
+        return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(num_ranks)))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> SequenceLayout:
         """One run per rank, in rank order, of the given lengths."""
-        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-        return cls(tuple(((start, start + length),) for start, length in zip(starts, lengths, strict=True)))
+        return cls(tuple((run,) for run in pairwise(accumulate(lengths, initial=0))))
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
         return len(self.runs)
 
     @property
@@ -91,11 +87,7 @@ class SequenceLayout:
 
     def local_runs(self, rank: int) -> tuple[Run, ...]:
         """The runs of `rank` as rows of its local tensor."""
-        found, position = [], 0
-        for start, stop in self.runs[rank]:
-            found.append((position, position + stop - start))
-            position += stop - start
-        return tuple(found)
+        return tuple(pairwise(accumulate((stop - start for start, stop in self.runs[rank]), initial=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +115,7 @@ class HeadLayout:
     groups of a rank need is sent with the first of them.
 
     Attributes:
-        num_heads: query heads, Hq.
-        num_kv_heads: key/value heads, Hkv.
+        num_heads, num_kv_heads: query heads, Hq, and key/value heads, Hkv.
         num_ranks: N.
         num_groups: G, number of groups of the heads of each rank.
 
@@ -275,7 +266,6 @@ class Task:
 class AllToAllPlan:
     """Messages and computation of one rank in one pass of Ulysses attention. Immutable."""
 
-    pattern: AllToAllPattern
     num_ranks: int
     rank: int
     num_groups: int
@@ -290,8 +280,7 @@ def ulysses_plan(
     """The schedule of one pass for one rank.
 
     Args:
-        num_ranks: size of the group, 1 to 64.
-        rank: this rank in the group.
+        num_ranks, rank: see `all_gather_plan`.
         num_groups: head groups.
         num_runs: runs of rows that each rank holds, see `SequenceLayout`; one message each.
         pattern: `direct` as in the diagram above; `serial` runs one phase after another (produce, send, attend, send,
@@ -301,16 +290,12 @@ def ulysses_plan(
         ValueError: an argument is out of range.
     """
     check_rank(num_ranks, rank)
-    if num_groups < 1:
-        raise ValueError(f"num_groups: {num_groups}: must be at least 1")
-    if num_runs < 1:
-        raise ValueError(f"num_runs: {num_runs}: must be at least 1")
+    check_positive(num_groups=num_groups, num_runs=num_runs)
     if pattern not in ("direct", "serial"):
         raise ValueError(f"pattern: {pattern}: use direct or serial")
-    distances = range(1, num_ranks)
     # The own heads come last: they need no message.
-    peers = tuple((rank + distance) % num_ranks for distance in (*distances, 0))
-    sources = tuple((rank - distance) % num_ranks for distance in (0, *distances))
+    peers = tuple((rank + distance) % num_ranks for distance in range(1, num_ranks + 1))
+    sources = tuple((rank - distance) % num_ranks for distance in range(num_ranks))
     work: list[Task] = []
     produced: dict[tuple[int, int], int] = {}
     for group in range(num_groups):
@@ -321,17 +306,16 @@ def ulysses_plan(
     all_produced = len(work)
     attended = [all_produced + group + 1 for group in range(num_groups)]
     messages: list[HeadMessage] = []
-    received: dict[tuple[Direction, int, int], list[int]] = {}
+    received = defaultdict[tuple[Direction, int, int], list[int]](list)
     directions: tuple[Direction, ...] = ("in", "out")
     for direction in directions:
         for group in range(num_groups):
-            for distance in distances:
-                to, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+            for to, source in zip(peers[:-1], sources[1:], strict=True):
                 after = produced[group, to] if direction == "in" else attended[group]
                 if pattern == "serial":
                     after = all_produced if direction == "in" else attended[-1]
                 for run in range(num_runs):
-                    received.setdefault((direction, group, source), []).append(len(messages))
+                    received[direction, group, source].append(len(messages))
                     if direction == "in":
                         send, recv = Piece(direction, group, to, rank, run), Piece(direction, group, rank, source, run)
                     else:
@@ -339,7 +323,7 @@ def ulysses_plan(
                     messages.append(HeadMessage(send, to, recv, source, after))
 
     def needed(direction: Direction, groups: range, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(k for group in groups for source in ranks for k in received.get((direction, group, source), ()))
+        return tuple(k for group in groups for source in ranks for k in received[direction, group, source])
 
     all_groups = range(num_groups)
     for group in all_groups:
@@ -347,8 +331,6 @@ def ulysses_plan(
         work.append(Task("attend", group, (rank,), needed("in", waits, sources)))
     for group in all_groups:
         for source in sources:
-            needs = (
-                needed("out", all_groups, sources) if pattern == "serial" else received.get(("out", group, source), ())
-            )
+            needs = needed("out", all_groups, sources) if pattern == "serial" else received["out", group, source]
             work.append(Task("consume", group, (source,), tuple(needs)))
-    return AllToAllPlan(pattern, num_ranks, rank, num_groups, num_runs, tuple(messages), tuple(work))
+    return AllToAllPlan(num_ranks, rank, num_groups, num_runs, tuple(messages), tuple(work))

@@ -19,9 +19,9 @@ from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops.varlen.executor import Layout
 from megatron_overlap.ops.varlen.layout import RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
-from megatron_overlap.ops.varlen.rebalance import Layout
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.partition import ring_over_all
@@ -83,7 +83,7 @@ class Engine:
         for index, part in enumerate(self.plan.passes):
             pieces = self.plan.pieces(index, self._transport.rank)
             if self._rebalanced:
-                pieces = linear_layout(self.plan, index)[1][self._transport.rank]
+                pieces = linear_layout(self.plan, index)[self._transport.rank]
             runs = [torch.arange(starts[p.document] + p.start, starts[p.document] + p.stop) for p in pieces]
             rows = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
             found.append((rows, part.stage != stage))

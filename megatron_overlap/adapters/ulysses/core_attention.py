@@ -48,15 +48,10 @@ class UlyssesAdapter(Adapter):
     ) -> torch.Tensor:
         """Causal attention of the own rows of a zigzag layout, `[rows, B, heads x D]`; `options` of the operation."""
         rows, _, heads, size = query.shape
+        layout = SequenceLayout.zigzag(rows * group.size(), group.size())
+        observer = functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses")
         context = ulysses_attention(
-            query,
-            key,
-            value,
-            group=self.transport(group),
-            layout=SequenceLayout.zigzag(rows * group.size(), group.size()),
-            plan=self.plan,
-            observer=functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses"),
-            **options,
+            query, key, value, group=self.transport(group), layout=layout, plan=self.plan, observer=observer, **options
         )
         return context.flatten(2)
 
@@ -79,7 +74,14 @@ def attention_init(original: Method, session: Session) -> Method:
         alone.context_parallel_size = 1
         original(self, alone, *args, **kwargs)
         self.config = config
-        _refuse(self, config)
+        heads, kv_heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        mask, kind, dropout = self.attn_mask_type, self.attention_type, self.attention_dropout.p
+        group, tensor_size = context_group(self), self.tp_group.size()
+        text = _unsupported_reason(config, group, tensor_size, heads, kv_heads, dropout, mask, kind)
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
+            text = f"--window-size {config.window_size}: not with Ulysses; leave it out"
+        if text is not None:
+            raise UlyssesError(f"overlap.ulysses: {text}")
 
     return __init__
 
@@ -197,18 +199,6 @@ def unsupported_te_core_reason(core: Any) -> str | None:
     return _unsupported_reason(config, group, core.tp_size, heads, kv_heads, core.attention_dropout, mask, kind)
 
 
-def _refuse(layer: Any, config: Any) -> None:
-    """Refuses options of a local layer that Ulysses does not support, when the model is built."""
-    heads, kv_heads = layer.num_attention_heads_per_partition, layer.num_query_groups_per_partition
-    mask, kind, dropout = layer.attn_mask_type, layer.attention_type, layer.attention_dropout.p
-    group, tensor_size = context_group(layer), layer.tp_group.size()
-    text = _unsupported_reason(config, group, tensor_size, heads, kv_heads, dropout, mask, kind)
-    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
-        text = f"--window-size {config.window_size}: not with Ulysses; leave it out"
-    if text is not None:
-        raise UlyssesError(f"overlap.ulysses: {text}")
-
-
 def _unsupported_reason(
     config: Any,
     group: dist.ProcessGroup,
@@ -228,10 +218,7 @@ def _unsupported_reason(
             f"--num-attention-heads {config.num_attention_heads}: must be a multiple of tensor x context parallel size "
             f"= {tensor_size} x {group.size()}",
         ),
-        (
-            heads % kv_heads != 0,
-            f"--num-query-groups {config.num_query_groups}: must divide --num-attention-heads",
-        ),
+        (heads % kv_heads != 0, f"--num-query-groups {config.num_query_groups}: must divide --num-attention-heads"),
         (dropout > 0, f"--attention-dropout {dropout}: use 0 with Ulysses"),
         (mask is not AttnMaskType.causal, f"attention mask {mask.name}: use causal self-attention with Ulysses"),
         (kind != "self", f"{kind}-attention: use self-attention with Ulysses"),

@@ -37,7 +37,7 @@ class VarlenError(ValueError):
     """Balanced attention does not support an argument of Megatron; names the flag, its value and the remedy."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
 
@@ -48,8 +48,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """
 
     qkv_format: str = "sbhd"
-    batch: Batch | None = None
-    adapter: VarlenAdapter | None = None
+    batch: Batch
+    adapter: VarlenAdapter
 
 
 class VarlenAdapter(Adapter):
@@ -64,15 +64,21 @@ class VarlenAdapter(Adapter):
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
         super().__init__(session)
-        self._wanted = session.config.varlen
-        self._cost = cost
-        self.group = group
+        self._wanted = wanted = session.config.varlen
+        self._cost, ranks = cost, group.size()
         self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
         session.add_close(self.loader_thread.close)
         self.transports = VarlenTransports.open(group, partial(open_transport, session, group))
-        share = -(-tokens // group.size())
-        self.capacity = share + -(-share // 16) if self._wanted.capacity == "auto" else self._wanted.capacity
-        self.topology = self._topology()
+        share = -(-tokens // ranks)
+        self.capacity = share + -(-share // 16) if wanted.capacity == "auto" else wanted.capacity
+        hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
+        nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
+        if ranks % nodes:
+            raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
+        nics = min(wanted.nics_per_node, ranks // nodes)
+        self.topology = Topology(
+            nodes, ranks // nodes, nics, wanted.intra_gbps, wanted.inter_gbps, routing=wanted.routing
+        )
 
     def drop(self) -> None:
         """Closes the loader thread without waiting for the loaders; the session closes the transports."""
@@ -92,34 +98,13 @@ class VarlenAdapter(Adapter):
 
     @untraced
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, softmax_scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scale: float
     ) -> torch.Tensor:
         """Causal attention of each document alone: `[rows, heads, D]` to the same shape, in the linear layout."""
         heads = f"{query.shape[1]}x{query.shape[2]}"
+        observer = partial(self.session.counters.overlapped, "attention", heads, "balanced_attention")
         return balanced_attention(
-            query,
-            key,
-            value,
-            plan,
-            group=self.transports,
-            softmax_scale=softmax_scale,
-            layout="linear",
-            observer=partial(self.session.counters.overlapped, "attention", heads, "balanced_attention"),
-        )
-
-    def _topology(self) -> Topology:
-        wanted, ranks = self._wanted, self.group.size()
-        hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
-        nodes = nodes_of(hosts) if wanted.nodes == "auto" else wanted.nodes
-        if ranks % nodes:
-            raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
-        return Topology(
-            nodes,
-            ranks // nodes,
-            min(wanted.nics_per_node, ranks // nodes),
-            intra_gbps=wanted.intra_gbps,
-            inter_gbps=wanted.inter_gbps,
-            routing=wanted.routing,
+            query, key, value, plan, group=self.transports, softmax_scale=scale, layout="linear", observer=observer
         )
 
 
@@ -206,11 +191,7 @@ class TokenRotary(torch.nn.Module):
     """Rotary embedding by the position of each token in its document; the stock embedding uses the row number.
 
     Megatron calls `get_rotary_seq_len` and passes its result to `forward`. Here the result is the positions of the rows
-    instead of their number.
-
-    Args:
-        embedding: Megatron's rotary embedding.
-        max_positions: all positions are below this.
+    instead of their number. All positions are below `max_positions`.
     """
 
     def __init__(self, embedding: torch.nn.Module, max_positions: int) -> None:
@@ -238,6 +219,4 @@ def _batch_of(packed_seq_params: Any) -> tuple[Batch, VarlenAdapter]:
             "overlap.varlen: the model was called without a micro-batch of documents: use the provided scripts for "
             "training and evaluation"
         )
-    assert packed_seq_params.batch is not None
-    assert packed_seq_params.adapter is not None
     return packed_seq_params.batch, packed_seq_params.adapter

@@ -63,11 +63,7 @@ class Batch:
 
 
 class LoaderThread:
-    """The thread and the host group of a rank's loaders. It prepares micro-batches in the order of the requests.
-
-    Args:
-        group: the ranks that share micro-batches.
-    """
+    """Prepares the micro-batches of a rank's loaders, in the order of the requests; `group` shares micro-batches."""
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
@@ -85,8 +81,7 @@ class DocumentLoader:
     On a group of one rank it equals packing documents in order until the next would exceed `tokens`. More ranks get the
     same micro-batches, with each row on one rank.
 
-    Rank `n % size` reads document number n of the stream and its length. All ranks plan from the
-    gathered lengths, so they compute the same plan.
+    Rank `n % size` reads document number n and its length. All ranks compute the same plan from the gathered lengths.
 
     Args:
         documents: source of documents; their order is shuffled anew in every epoch.
@@ -115,17 +110,17 @@ class DocumentLoader:
         stride: int = 1,
         row_multiple: int = 1,
     ) -> None:
-        longest = max((documents.rows(index) for index in range(len(documents))), default=0)
+        count = len(documents)
+        longest = max(map(documents.rows, range(count)), default=0)
         if not 0 < longest <= tokens:
             raise ValueError(
-                f"documents: the longest of {len(documents)} has {longest} rows: give documents of 1 to {tokens} rows "
+                f"documents: the longest of {count} has {longest} rows: give documents of 1 to {tokens} rows "
                 "(two ids make a row)"
             )
         self._documents, self._thread, self._planner = documents, thread, planner
-        self._tokens, self._seed = tokens, seed
+        self._tokens, self._row_multiple = tokens, row_multiple
         self._skip, self._stride = first, stride
-        self._row_multiple = row_multiple
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(count))
         self._next_lengths: deque[int] = deque()  # gathered lengths of the documents from number _next on
         self._next = 0
         self._next_batch: Future[Batch] | None = None
@@ -134,13 +129,10 @@ class DocumentLoader:
         return self
 
     def __next__(self) -> Batch:
-        future = self._next_batch or self._request()
-        batch = future.result()
-        self._next_batch = self._request()
+        submit = self._thread.executor.submit
+        batch = (self._next_batch or submit(self._prepare)).result()
+        self._next_batch = submit(self._prepare)
         return batch
-
-    def _request(self) -> Future[Batch]:
-        return self._thread.executor.submit(self._prepare)
 
     def _prepare(self) -> Batch:
         for _ in range(self._skip):
@@ -151,8 +143,7 @@ class DocumentLoader:
         if len(plan.passes) != 1:
             raise CapacityError(f"lengths: {sum(lengths)} tokens need {len(plan.passes)} passes: raise the capacity")
         precompute(plan)
-        _, rows = linear_layout(plan)
-        return self._exchange(first, plan, rows)
+        return self._exchange(first, plan, linear_layout(plan))
 
     def _next_documents(self) -> tuple[int, list[int]]:
         """Number of the first document of the next micro-batch, and the lengths of all its documents."""
@@ -176,7 +167,12 @@ class DocumentLoader:
     def _exchange(self, first: int, plan: Plan, rows: Sequence[Sequence[Piece]]) -> Batch:
         """Reads the own share of the documents and sends every rank its rows."""
         group = self._thread.group
-        read = cache(lambda document: self._read(first + document, plan.lengths[document]))
+
+        @cache
+        def read(document: int) -> np.ndarray:
+            found = self._documents.read(self._index(first + document))
+            assert found.shape == (plan.lengths[document], _COLUMNS), "Documents.read and Documents.rows must agree"
+            return found
 
         def count(pieces: Sequence[Piece], reader: int) -> int:
             return sum(p.stop - p.start for p in pieces if (first + p.document) % group.size == reader)
@@ -219,14 +215,6 @@ class DocumentLoader:
             plan=plan,
         )
 
-    def _read(self, number: int, rows: int) -> np.ndarray:
-        found = self._documents.read(self._index(number))
-        assert found.shape == (rows, _COLUMNS), "Documents.read and Documents.rows must agree"
-        return found
-
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self._documents))
         return int(self._order(epoch)[place])
-
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._documents))

@@ -49,25 +49,25 @@ class HeadAllToAll:
         *,
         retain_gathered: bool,
     ) -> None:
-        self._plan, self._sequence, self._buffer_pool = plan, sequence, transport.buffer_pool
-        self._rank = rank = plan.rank
-        self._output_width, self._like = output_width, like
-        self._batch = batch = like.shape[1]
-        groups, rows, own = range(plan.num_groups), sequence.num_rows, sequence.rows_of(rank)
-        others = [peer for peer in range(plan.num_ranks) if peer != rank]
-        self._own_input_widths = [input_width(rank, group) for group in groups]
+        self._plan, self._buffer_pool, self._like = plan, transport.buffer_pool, like
+        rank, batch = plan.rank, like.shape[1]
+        groups, rows = range(plan.num_groups), sequence.num_rows
+        self._own_rows = own = sequence.rows_of(rank)
+        # The runs of this rank as rows of its own tensors and of the whole sequence.
+        self._local = local = [slice(*run) for run in sequence.local_runs(rank)]
+        self._whole = [slice(*run) for run in sequence.runs[rank]]
+        shapes = [(rows, input_width(rank, group)) for group in groups]
         self.gathered = (
-            [like.new_empty(rows, batch, input_width(rank, group)) for group in groups]
+            [like.new_empty(rows, batch, width) for _, width in shapes]
             if retain_gathered
-            else self._take("ulysses_gathered", [(rows, input_width(rank, group)) for group in groups])
+            else self._take("ulysses_gathered", shapes)
         )
         self._result = self._take("ulysses_result", [(rows, output_width(rank, group)) for group in groups])
-        keys = [(group, peer) for group in groups for peer in others]
+        keys = [(group, peer) for group in groups for peer in range(plan.num_ranks) if peer != rank]
         send = self._take("ulysses_send", [(own, input_width(peer, group)) for group, peer in keys])
         recv = self._take("ulysses_receive", [(own, output_width(peer, group)) for group, peer in keys])
         self._send_buffers = dict(zip(keys, send, strict=True))
         self._recv_buffers = dict(zip(keys, recv, strict=True))
-        local = [slice(*run) for run in sequence.local_runs(rank)]
         transfers = []
         for index, message in enumerate(plan.messages):
             sent, received = message.send, message.recv
@@ -83,9 +83,10 @@ class HeadAllToAll:
 
     def _take(self, name: str, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Takes one buffer of the pool and splits it into tensors `[rows, B, width]`."""
-        sizes = [rows * self._batch * width for rows, width in shapes]
+        batch = self._like.shape[1]
+        sizes = [rows * batch * width for rows, width in shapes]
         parts = self._buffer_pool.take(name, (sum(sizes),), self._like).split(sizes) if sizes else ()
-        return [part.view(rows, self._batch, width) for part, (rows, width) in zip(parts, shapes, strict=True)]
+        return [part.view(rows, batch, width) for part, (rows, width) in zip(parts, shapes, strict=True)]
 
     def run(
         self,
@@ -99,9 +100,7 @@ class HeadAllToAll:
         """Executes the tasks of the plan.
 
         Args:
-            produce: see `Produce`.
-            attend: see `Attend`.
-            consume: see `Consume`.
+            produce, attend, consume: see `Produce`, `Attend`, `Consume`.
             flush: processes the rows that were consumed since the last call. It is called before a wait and at the end.
             fillers: further computation without a fixed order. It runs while a message is not complete; the rest runs
                 at the end.
@@ -117,7 +116,7 @@ class HeadAllToAll:
                 attend(task.group, self.gathered[task.group], self._result[task.group])
             else:
                 (peer,) = task.peers
-                rows = self._own_result(task.group) if peer == self._rank else self._recv_buffers[task.group, peer]
+                rows = self._own_result(task.group) if peer == self._plan.rank else self._recv_buffers[task.group, peer]
                 consume(task.group, peer, rows)
                 following = work[index + 1] if index + 1 < len(work) else None
                 if flush is not None and (following is None or self._must_flush(task, following)):
@@ -138,35 +137,26 @@ class HeadAllToAll:
 
     def _wait(self, needs: tuple[int, ...], fillers: Iterator[Callable[[], None]]) -> None:
         """Waits for messages; runs fillers until they are complete."""
-        while not self._like.is_cuda and not self._are_completed(needs):
-            filler = next(fillers, None)
-            if filler is None:
-                break
+        while not self._like.is_cuda and not self._are_completed(needs) and (filler := next(fillers, None)):
             filler()
         for k in needs:
             self._p2p_work.wait(k)
 
     def _produce(self, produce: Produce, group: int, peers: tuple[int, ...]) -> None:
-        own = None
-        if self._rank in peers:
-            shape = (self._sequence.rows_of(self._rank), self._batch, self._own_input_widths[group])
-            own = self._buffer_pool.take("ulysses_own", shape, self._like)
-        slots = [own if peer == self._rank else self._send_buffers[group, peer] for peer in peers]
-        produce(group, peers, [slot for slot in slots if slot is not None])
-        if own is not None:
-            for (start, stop), run in zip(*self._own_runs(), strict=True):
-                self.gathered[group][slice(*run)].copy_(own[start:stop])
+        buffers = {peer: self._send_buffers[group, peer] for peer in peers if peer != self._plan.rank}
+        is_own = self._plan.rank in peers
+        if is_own:
+            (buffers[self._plan.rank],) = self._take("ulysses_own", [(self._own_rows, self.gathered[group].shape[2])])
+        produce(group, peers, [buffers[peer] for peer in peers])
+        if is_own:
+            for local, whole in zip(self._local, self._whole, strict=True):
+                self.gathered[group][whole].copy_(buffers[self._plan.rank][local])
 
     def _own_result(self, group: int) -> torch.Tensor:
-        local, runs = self._own_runs()
-        if len(runs) == 1:
-            return self._result[group][slice(*runs[0])]
-        shape = (self._sequence.rows_of(self._rank), self._batch, self._output_width(self._rank, group))
-        own = self._buffer_pool.take("ulysses_own", shape, self._like)
-        for (start, stop), run in zip(local, runs, strict=True):
-            own[start:stop].copy_(self._result[group][slice(*run)])
+        result = self._result[group]
+        if len(self._whole) == 1:
+            return result[self._whole[0]]
+        (own,) = self._take("ulysses_own", [(self._own_rows, result.shape[2])])
+        for local, whole in zip(self._local, self._whole, strict=True):
+            own[local].copy_(result[whole])
         return own
-
-    def _own_runs(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
-        """The runs of this rank as local rows and as rows of the whole sequence."""
-        return self._sequence.local_runs(self._rank), self._sequence.runs[self._rank]

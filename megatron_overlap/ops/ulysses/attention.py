@@ -18,9 +18,11 @@ from megatron_overlap.ops.call import Observer, transport_for
 from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
 from megatron_overlap.ops.wgrad import add_wide, like_fp32
-from megatron_overlap.schedules import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
+from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
+# Cached, because every layer makes the same call.
+_schedule = lru_cache(maxsize=256)(ulysses_plan)
 # Limits of the default number of head groups. The messages of one group are exposed, so more groups expose less, but
 # smaller messages than this cost more than they hide.
 _MAX_GROUPS = 8
@@ -59,9 +61,6 @@ class UlyssesPlan:
             heads = num_heads // num_ranks + 2 * -(-num_kv_heads // num_ranks)
             limit = min(_MAX_GROUPS, max(2, heads * head_bytes // _MESSAGE_BYTES))
         return max(1, min(limit, num_heads // num_ranks))
-
-
-DEFAULT_PLAN = UlyssesPlan()
 
 
 def ulysses_attention(
@@ -110,8 +109,7 @@ def ulysses_attention(
     call = UlyssesCall.of(group, layout, q, plan, observer)
     num_heads = q.shape[2], k.shape[2]
     heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, scale, kernel)
+    attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, softmax_scale, kernel)
     out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
     return out
 
@@ -122,7 +120,7 @@ class UlyssesCall(NamedTuple):
     transport: Transport
     layout: SequenceLayout
     plan: UlyssesPlan
-    observer: Observer | None
+    observer: Observer
 
     @classmethod
     def of(
@@ -141,7 +139,7 @@ class UlyssesCall(NamedTuple):
         own = layout.rows_of(transport.rank)
         if own != x.shape[0]:
             raise ValueError(f"layout: {own} rows for rank {transport.rank}: the tensors have {x.shape[0]}")
-        return cls(transport, layout, plan or DEFAULT_PLAN, observer)
+        return cls(transport, layout, plan or UlyssesPlan(), observer or (lambda direction, num_bytes: None))
 
     def head_bytes(self, x: torch.Tensor, size: int) -> int:
         """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
@@ -149,33 +147,18 @@ class UlyssesCall(NamedTuple):
 
     def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
         """Starts the messages of forward, or of backward, of `attention`."""
-        size, rank, num_groups = self.transport.size, self.transport.rank, attention.heads.num_groups
-        schedule = _schedule(size, rank, num_groups, self.layout.num_runs, self.plan.pattern)
+        size, rank, groups = self.transport.size, self.transport.rank, attention.heads.num_groups
+        schedule = _schedule(size, rank, num_groups=groups, num_runs=self.layout.num_runs, pattern=self.plan.pattern)
         widths = attention.inputs_width, attention.queries_width
         if backward:
             widths = attention.queries_width, attention.gradients_width
         return HeadAllToAll(self.transport, schedule, self.layout, *widths, like, op, retain_gathered=not backward)
 
-    def observe(self, direction: str, num_bytes: int) -> None:
-        """Calls the observer."""
-        if self.observer is not None:
-            self.observer(direction, num_bytes)
-
-
-@lru_cache(maxsize=256)
-def _schedule(size: int, rank: int, num_groups: int, num_runs: int, pattern: AllToAllPattern) -> AllToAllPlan:
-    return ulysses_plan(size, rank, num_groups=num_groups, num_runs=num_runs, pattern=pattern)
-
 
 class _Ulysses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: UlyssesCall,
-        attention: HeadAttention,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: UlyssesCall, attention: HeadAttention
     ) -> torch.Tensor:
         heads = attention.heads
         y = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -195,7 +178,7 @@ class _Ulysses(torch.autograd.Function):
         all_to_all = call.begin(attention, q, "ulysses_attention")
         all_to_all.run(produce, attention.forward, consume)
         ctx.call, ctx.attention, ctx.shape = call, attention, k.shape
-        call.observe("forward", all_to_all.num_bytes)
+        call.observer("forward", all_to_all.num_bytes)
         return y
 
     @staticmethod
@@ -218,7 +201,7 @@ class _Ulysses(torch.autograd.Function):
 
         all_to_all = call.begin(attention, dy, "ulysses_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume)
-        call.observe("dgrad", all_to_all.num_bytes)
+        call.observer("dgrad", all_to_all.num_bytes)
         return dq, *keys.result(), None, None
 
 
@@ -226,14 +209,12 @@ class _KeyGradients:
     """Gradients of the own rows of all key/value heads, summed over the ranks that use a head."""
 
     def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool) -> None:
-        self._own = (like.new_empty(shape), like.new_empty(shape))
+        self._totals = self._own = [like.new_empty(shape), like.new_empty(shape)]
         self._shared, self._buffer_pool = heads.shares_keys, buffer_pool
-        self._totals = self._own
         if self._shared:
             if like.element_size() < 4:
                 # Sums over ranks accumulate in fp32 and are rounded once.
-                sums = buffer_pool.take("ulysses_keys", (2, *shape), like_fp32(like))
-                self._totals = (sums[0], sums[1])
+                self._totals = list(buffer_pool.take("ulysses_keys", (2, *shape), like_fp32(like)).unbind())
             for total in self._totals:
                 total.zero_()
 
@@ -246,7 +227,7 @@ class _KeyGradients:
             else:
                 own.copy_(term)
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> list[torch.Tensor]:
         """Gradients of keys and values."""
         if self._totals is not self._own:
             for own, total in zip(self._own, self._totals, strict=True):
@@ -263,13 +244,14 @@ class HeadAttention:
     """
 
     def __init__(
-        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float, kernel: Kernel | None
+        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
     ) -> None:
         self.heads, self.size = heads, size
-        self._rank, self._causal, self._scale, self._kernel = rank, causal, scale, kernel
+        self._rank, self._causal, self._kernel = rank, causal, kernel
+        self._scale = size**-0.5 if scale is None else scale
         self._gathered: dict[int, torch.Tensor] = {}
         self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
-        self._partial_sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._partial_sums: dict[int, list[torch.Tensor]] = {}
 
     def queries_width(self, rank: int, group: int) -> int:
         """Features of the query heads: of the result of attention, and of its gradient."""
@@ -302,14 +284,8 @@ class HeadAttention:
             source_keys = heads.first_keys(rank, source)
             _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
             key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
-            attended, saved = sequence_forward(
-                query[:, :, query_heads],
-                keys[:, :, key_heads],
-                values[:, :, key_heads],
-                causal=self._causal,
-                scale=self._scale,
-                kernel=self._kernel,
-            )
+            inputs = query[:, :, query_heads], keys[:, :, key_heads], values[:, :, key_heads]
+            attended, saved = sequence_forward(*inputs, causal=self._causal, scale=self._scale, kernel=self._kernel)
             out[:, :, query_heads].copy_(attended)
             self._saved[group].append((call, saved))
 
@@ -333,18 +309,15 @@ class HeadAttention:
                 dv[:, :, key_heads].copy_(key_grads[1])
                 continue
             for head in range(start, stop):
-                self._add(head, [key_grad[:, :, head - start] for key_grad in key_grads])
+                # Several groups use the head. The sum of its gradients is rounded once.
+                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
+                sums = [term.float() if term.element_size() < 4 else term for term in terms]
+                if head in self._partial_sums:
+                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
+                self._partial_sums[head] = sums
                 if head in range(*complete):
                     for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
                         gradient[:, :, head - complete[0]].copy_(total)
-
-    def _add(self, head: int, terms: list[torch.Tensor]) -> None:
-        """Adds to the gradients of a key/value head that several groups use. The sum is rounded once."""
-        before = self._partial_sums.get(head)
-        sums = [term.float() if term.element_size() < 4 else term for term in terms]
-        if before is not None:
-            sums = [total.add_(term) for total, term in zip(before, sums, strict=True)]
-        self._partial_sums[head] = (sums[0], sums[1])
 
 
 def _length(run: Run) -> int:

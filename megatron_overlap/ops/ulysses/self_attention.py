@@ -19,6 +19,7 @@ from megatron_overlap.ops.flash_attention import Kernel
 from megatron_overlap.ops.ulysses.attention import HeadAttention, UlyssesCall, UlyssesPlan
 from megatron_overlap.ops.wgrad import ProductSum, Spans, WeightGradient, WgradTarget
 from megatron_overlap.schedules import HeadLayout, SequenceLayout
+from megatron_overlap.schedules.ulysses import Run
 
 Rotate = Callable[[torch.Tensor], torch.Tensor]
 """Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. It must be linear, the
@@ -53,8 +54,7 @@ def ulysses_self_attention(
             heads, the key head, the value head. N divides Hkv.
         qkv_bias: `[(Hq + 2 Hkv) D]`, or None.
         out: weight `[H, Hq D]`.
-        num_heads: Hq.
-        num_kv_heads: Hkv.
+        num_heads, num_kv_heads: Hq and Hkv.
         group: the N ranks, or their transport.
         rotate: encodes positions of queries and keys; None does not encode positions.
         causal, softmax_scale, layout, plan, kernel: see `ulysses_attention`.
@@ -84,8 +84,7 @@ def ulysses_self_attention(
     counts = range(min(num_kv_heads // num_ranks, most), 0, -1)
     groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
-    scale = size**-0.5 if softmax_scale is None else softmax_scale
-    attention = HeadAttention(heads, options.transport.rank, size, causal, scale, kernel)
+    attention = HeadAttention(heads, options.transport.rank, size, causal, softmax_scale, kernel)
     call = _Call(options, attention, qkv, out, rotate)
     y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
     return y
@@ -120,10 +119,6 @@ class _Call(NamedTuple):
         per_key = rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size)
         return per_key.split([ratio, 1, 1], dim=3)
 
-    def rotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """`rotate` of `[rows, B, Hkv, n, D]`."""
-        return heads if self.rotate is None else self.rotate(heads.flatten(2, 3)).view(heads.shape)
-
     def rotated_back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of `rotate`. It is linear, so its derivative needs no saved input."""
         if self.rotate is None:
@@ -133,14 +128,12 @@ class _Call(NamedTuple):
             (input_grad,) = torch.autograd.grad(self.rotate(any_input), any_input, grad)
         return input_grad
 
-    def pack(
-        self, projected: torch.Tensor, slot: torch.Tensor, queries: tuple[int, int], keys: tuple[int, int]
-    ) -> None:
+    def pack(self, projected: torch.Tensor, slot: torch.Tensor, queries: Run, keys: Run) -> None:
         """Writes a message from projected rows."""
-        for part, source, encode in zip(
-            self.attention.split(slot, queries, keys), self.unpack(projected), (True, True, False), strict=True
-        ):
-            part.view(source.shape).copy_(self.rotated(source) if encode else source)
+        parts = self.attention.split(slot, queries, keys)
+        for part, source, rotate in zip(parts, self.unpack(projected), (self.rotate, self.rotate, None), strict=True):
+            heads = source if rotate is None else rotate(source.flatten(2, 3)).view(source.shape)
+            part.view(source.shape).copy_(heads)
 
 
 class _Layer(torch.autograd.Function):
@@ -178,7 +171,7 @@ class _Layer(torch.autograd.Function):
         all_to_all.run(produce, attention.forward, consume, flush=flush)
         ctx.save_for_backward(x, w_qkv, w_out, context)
         ctx.call, ctx.use_bias = call, bias is not None
-        options.observe("forward", all_to_all.num_bytes)
+        options.observer("forward", all_to_all.num_bytes)
         return total.result().unflatten(0, (rows, batch))
 
     @staticmethod
@@ -230,15 +223,10 @@ class _Layer(torch.autograd.Function):
 
         all_to_all = options.begin(attention, x, "ulysses_self_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
-        options.observe("dgrad", all_to_all.num_bytes)
+        options.observer("dgrad", all_to_all.num_bytes)
         if need_qkv or need_out:
-            options.observe("wgrad", 0)
+            options.observer("wgrad", 0)
         dbias = projected.sum(0) if need_bias and ctx.use_bias else None
         dx = total.result().view(x.shape) if need_x else None
-        return (
-            dx,
-            None if wgrad is None else wgrad.result(),
-            dbias,
-            None if out_wgrad is None else out_wgrad.result(),
-            None,
-        )
+        dqkv, dout = (None if each is None else each.result() for each in (wgrad, out_wgrad))
+        return dx, dqkv, dbias, dout, None

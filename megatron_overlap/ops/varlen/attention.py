@@ -16,16 +16,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import accumulation_dtype, documents_backward, documents_forward
-from megatron_overlap.ops.varlen.executor import PassExecutor
-from megatron_overlap.ops.varlen.pass_kv_pass_q import (
-    BackwardPassKV,
-    BackwardPassQ,
-    BackwardRows,
-    ForwardPassKV,
-    ForwardPassQ,
-    Shape,
-)
-from megatron_overlap.ops.varlen.rebalance import Layout
+from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
+from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.messages import PlanKey
@@ -50,7 +42,7 @@ def balanced_attention(
     """Equals causal attention of each document of a pass alone; see `ops.reference.balanced_attention`.
 
     With `layout="linear"` it equals `to_linear(attention(to_attention(q), to_attention(k), to_attention(v)))`, where
-    both conversions are `ops.rebalance`. Their messages overlap with the computation.
+    both conversions are `ops.reference.move_rows`. Their messages overlap with the computation.
 
     Args:
         q: `[T, Hq, D]`, positions already encoded. In the attention layout: the T = `plan.tokens(index)[rank]` rows of
@@ -64,8 +56,7 @@ def balanced_attention(
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
         window: number of keys before its own position that a query sees; None is all of its document.
         passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
-        layout: layout of the arguments and the result: `attention`, or `linear` as `ops.rebalance(to="linear")` returns
-            it.
+        layout: layout of the arguments and the result, `attention` or `linear`.
         observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
 
     Returns:
@@ -76,7 +67,29 @@ def balanced_attention(
         TransportError: a peer has failed or exceeds the deadline.
     """
     transports = _transports(group)
-    rebalances = _check(q, k, v, plan, index, transports.inter, window, layout)
+    size, rank = transports.inter.size, transports.inter.rank
+    if window is not None and window < 0:
+        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
+    if size != plan.topology.ranks:
+        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {size}")
+    if not 0 <= index < len(plan.passes):
+        raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
+    if layout not in ("attention", "linear"):
+        raise ValueError(f"layout: {layout}: use attention or linear")
+    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
+    rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[rank]
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: {k.shape[1]} heads: must divide the {q.shape[1]} of q")
+    if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
+        raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
+    if q.is_cuda and q.element_size() != 2:
+        raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
+    if q.shape[0] != rows:
+        raise ValueError(f"q: {q.shape[0]} rows: the plan has {rows} for rank {rank} in pass {index}, {layout} layout")
+    if rebalances is not None and not rebalances[0].moves:
+        rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer)
     out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
@@ -95,7 +108,7 @@ class _BalancedAttention(torch.autograd.Function):
         # Partial results of rings are merged in the accumulation dtype and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
         passing = options.passing or Shape.of(q, k).cheaper(backward=False)
-        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(q, k, v, merged, lse[rings], options.scale)
+        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_forward(q[rows], k[rows], v[rows], lengths, options.scale, options.window, out[rows], lse[rows])
@@ -120,7 +133,7 @@ class _BalancedAttention(torch.autograd.Function):
         sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
         passing = options.passing or Shape.of(q, k).cheaper(backward=True)
         kind = BackwardPassKV if passing == "kv" else BackwardPassQ
-        attention = kind(BackwardRows(*(x[rings] for x in (dout, q, k, v, out, lse)), *sums), options.scale)
+        attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_backward(
@@ -140,42 +153,6 @@ def _transports(group: dist.ProcessGroup | Transport | VarlenTransports) -> Varl
     if isinstance(group, dist.ProcessGroup):
         return VarlenTransports.open(group, lambda channel: transport_of(group, channel=channel))
     return VarlenTransports(group, group, group)
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    index: int,
-    transport: Transport,
-    window: int | None,
-    layout: Layout,
-) -> tuple[Rebalance, Rebalance] | None:
-    """Checks the arguments; returns `CallOptions.rebalances`."""
-    if window is not None and window < 0:
-        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
-    if transport.size != plan.topology.ranks:
-        raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {transport.size}")
-    if not 0 <= index < len(plan.passes):
-        raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
-    if layout not in ("attention", "linear"):
-        raise ValueError(f"layout: {layout}: use attention or linear")
-    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
-    rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[transport.rank]
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
-        raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: {k.shape[1]} heads: must divide the {q.shape[1]} of q")
-    if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
-        raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
-    if q.is_cuda and q.element_size() != 2:
-        raise ValueError(f"q: {q.dtype}: FlashAttention takes bf16 and fp16; cast the query, key and value")
-    if q.shape[0] != rows:
-        raise ValueError(
-            f"q: {q.shape[0]} rows: the plan has {rows} for rank {transport.rank} in pass {index}, {layout} layout"
-        )
-    return rebalances if rebalances is not None and rebalances[0].moves else None
 
 
 @lru_cache(maxsize=16)

@@ -7,16 +7,21 @@ or to rings if the rank has no whole documents. Results leave for the linear lay
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
-from megatron_overlap.ops.varlen.layout import OwnRows
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
-from megatron_overlap.ops.varlen.rebalance import InboundRows, OutboundRows
 from megatron_overlap.ops.varlen.ring import CallOptions, RingCall, Task, TaskQueues
+from megatron_overlap.schedules.varlen.messages import rebalance_messages
+from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 # Whole documents are computed in this many runs. Between two runs the rank checks for arrived messages.
 _LOCAL_RUNS = 16
+
+Layout = Literal["linear", "attention"]
 
 DocumentsKernel = Callable[[slice, tuple[int, ...]], None]
 """`kernel(rows, lengths)`: computes consecutive whole documents."""
@@ -38,29 +43,26 @@ class PassExecutor:
         self._name = f"balanced_attention {direction}"
         self.own = OwnRows.of(options.plan, options.index, transport.rank)
         self._like, self.rows = tensors[0], list(tensors)
-        self._inbound: InboundRows | None = None
-        self._outbound: OutboundRows | None = None
+        self._moved: _MovedRows | None = None
         self._ends: list[int] = []
         if options.rebalances is None:
             shapes = [(self._like.shape[0], count, self._like.shape[2]) for count in heads]
             self.results = [self._like.new_empty(shape) for shape in shapes]
             return
-        self._inbound = InboundRows(transport, options.rebalances[0], tensors, self._name)
-        self._outbound = OutboundRows(transport, options.rebalances[1], heads, self._like, self._name)
-        self.rows, self.results = self._inbound.rows, self._outbound.results
-        if self.own.num_ring_rows > self._inbound.num_in_place:
+        self._moved = moved = _MovedRows(transport, options.rebalances, tensors, heads, self._name)
+        self.rows, self.results = moved.rows, moved.results
+        if self.own.num_ring_rows > moved.num_in_place:
             # Rings send their rows at the start.
-            self._inbound.wait()
+            moved.wait()
 
     def run(self, attention: RingAttention, documents: DocumentsKernel) -> None:
         """Posts all messages and computes all rows: rings with `attention`, whole documents with `documents`."""
         options = self._options
         queues = TaskQueues(can_query=not self._like.is_cuda)
         self._enqueue(queues, documents)
-        call = RingCall(options, attention, self.own, queues, self._like, self._name)
-        groups = call.begin()
-        if self._outbound is not None:
-            self._outbound.begin(self._num_steps)
+        groups = RingCall(options, attention, self.own, queues, self._like, self._name).begin()
+        if self._moved is not None:
+            self._moved.begin_outbound(self._num_steps)
         queues.run(gather_first=options.plan.exchange == "all_gather")
         for group in groups:
             group.finish()
@@ -69,38 +71,36 @@ class PassExecutor:
     def finish(self) -> list[torch.Tensor]:
         """Returns the results in the layout of the call. The caller has written all of `results`."""
         results = self.results
-        if self._inbound is not None and self._outbound is not None:
-            self._outbound.step()
-            self._num_bytes += self._outbound.finish() + self._inbound.finish()
-            results = self._outbound.linear_results()
+        if self._moved is not None:
+            results = self._moved.finish()
+            self._num_bytes += self._moved.num_bytes
         if self._options.observer is not None:
             self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
         return results
 
     def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> None:
         """Enqueues runs of whole documents; a run with missing rows waits for them."""
-        own, plan = self.own, self._options.plan
-        num_in_place = self._inbound.num_in_place if self._inbound is not None else self.rows[0].shape[0]
-        for rows, lengths in _document_runs(own, num_in_place):
+        plan, moved = self._options.plan, self._moved
+        num_in_place = self.rows[0].shape[0] if moved is None else moved.num_in_place
+        for rows, lengths in _document_runs(self.own, num_in_place):
             run = partial(documents, rows, lengths)
             duration_fs = sum(plan.cost.attention_fs(length * (length + 1) // 2, length) for length in lengths)
-            if self._inbound is None or self._outbound is None or rows.stop <= num_in_place:
+            if moved is None or rows.stop <= num_in_place:
                 queues.local.append(Task(run, duration_fs=duration_fs))
                 continue
-            inbound, outbound = self._inbound, self._outbound
             arrival_fs = plan.cost.ring_fs(rows.stop - num_in_place, 1, plan.topology, inter=plan.topology.nodes > 1)
             self._ends.append(rows.stop)
 
-            def rebalanced(run: Callable[[], None] = run, step: Callable[[], None] = outbound.step) -> None:
+            def rebalanced(run: Callable[[], None] = run, step: Callable[[], None] = moved.step) -> None:
                 run()
                 step()
 
             queues.rebalanced.append(
-                Task(rebalanced, inbound.is_arrived, inbound.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
+                Task(rebalanced, moved.is_arrived, moved.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
             )
 
     def _num_steps(self, start: int, stop: int) -> int:
-        """Number of `OutboundRows.step` calls after which these rows are computed; ring rows only after all of them."""
+        """Number of `_MovedRows.step` calls after which these rows are computed; ring rows only after all of them."""
         if start < self.own.num_ring_rows:
             return len(self._ends) + 1
         return next(number for number, end in enumerate(self._ends, start=1) if stop <= end)
@@ -121,3 +121,101 @@ def _document_runs(own: OwnRows, num_in_place: int) -> Iterator[tuple[slice, tup
         tokens += length
     if lengths:
         yield slice(start, start + tokens), tuple(lengths)
+
+
+class _MovedRows:
+    """A pass in the linear layout: its rows move to the attention layout, and its results back.
+
+    Source: Zeppelin (arXiv 2509.21841, section 4.3). Rows of other ranks arrive during attention with own rows. Each
+    row of a result leaves as soon as it is computed.
+
+    Attributes:
+        rows: the tensors in the attention layout; the rows from `num_in_place` on are valid after `wait`.
+        num_in_place: rows that this rank holds in both layouts.
+        results: `[rows in the attention layout, heads, D]` each; the caller writes them.
+        num_bytes: bytes that this rank has sent, after `finish`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rebalances: tuple[Rebalance, Rebalance],
+        tensors: Sequence[torch.Tensor],
+        heads: Sequence[int],
+        name: str,
+    ) -> None:
+        inbound, self._moves = rebalances
+        self._transport, self._name = transport, name
+        self._num_linear, num_rows = inbound.before[transport.rank], inbound.after[transport.rank]
+        like, self._heads = tensors[0], [x.shape[1] for x in tensors]
+        self.num_in_place = in_place = min(self._num_linear, num_rows)
+        shape = (sum(self._heads), like.shape[2])
+        # One message carries the moved rows of all tensors.
+        leaving = transport.buffer_pool.take(f"{name} sent rows", (self._num_linear - in_place, *shape), like)
+        torch.cat([x[in_place:] for x in tensors], dim=1, out=leaving)
+        self._received = transport.buffer_pool.take(f"{name} received rows", (num_rows - in_place, *shape), like)
+        self.rows = [x[:num_rows] for x in tensors]
+        self._needs_copy = num_rows > in_place
+        if self._needs_copy:
+            self.rows = [x.new_empty(num_rows, *x.shape[1:]) for x in tensors]
+            for whole, own in zip(self.rows, tensors, strict=True):
+                whole[:in_place] = own
+        self._inbound = _post_moves(transport, inbound, leaving, self._received, {}, f"{name} inbound", in_place)
+        self.is_arrived = partial(self._inbound.is_completed, self._inbound.receive_rounds)
+        # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
+        self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
+        self._parts = self._packed.split(list(heads), dim=1)
+        self.results = [part[:num_rows] for part in self._parts]
+        self._num_steps = 0
+
+    def wait(self) -> None:
+        """Waits for the rows of other ranks."""
+        self._inbound.wait(self._inbound.receive_rounds)
+        if self._needs_copy:
+            self._needs_copy = False
+            for whole, part in zip(self.rows, self._received.split(self._heads, dim=1), strict=True):
+                whole[self.num_in_place :] = part
+
+    def begin_outbound(self, num_steps: Callable[[int, int], int]) -> None:
+        """Posts the messages of the results.
+
+        `num_steps(start, stop)`: number of `step` calls after which these rows are ready.
+        """
+        rank, packed = self._transport.rank, self._packed
+        after = {(i, 0): num_steps(m.start, m.stop) for i, m in enumerate(self._moves.moves) if m.source == rank}
+        self._outbound = _post_moves(self._transport, self._moves, packed, packed, after, f"{self._name} outbound")
+
+    def step(self) -> None:
+        """Marks the next rows of the results as ready."""
+        self._num_steps += 1
+        self._outbound.mark_ready(self._num_steps)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Waits for all messages; returns the results in the linear layout."""
+        self.step()
+        self._outbound.wait(self._outbound.receive_rounds)
+        self._outbound.wait_all()
+        self.wait()
+        self._inbound.wait_all()
+        self.num_bytes = self._outbound.num_bytes + self._inbound.num_bytes
+        return [part[: self._num_linear] for part in self._parts]
+
+
+def _post_moves(
+    transport: Transport,
+    moves: Rebalance,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    after_work: dict[tuple[int, int], int],
+    name: str,
+    first_row: int = 0,
+) -> RowMessages:
+    """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
+
+    `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
+    """
+    rank = transport.rank
+    numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
+    sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
+    sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
+    return RowMessages(transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -13,10 +13,8 @@ from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules.plan import Chunk, Message
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
+from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup
-
-RowsOfChunk = Callable[[int, int], slice]
-"""`rows_of(ring, chunk)`: the rows of a chunk of the ring with this number in its ring group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +42,17 @@ class OwnRows:
         lengths = (plan.lengths[document] for document in part.local[rank])
         return cls(row, starts, tuple(length for length in lengths if length))
 
-    def rows_of(self, ring_group: RingGroup, position: int) -> RowsOfChunk:
-        """The rows of the chunks of this rank, which is at `position` of the ring group."""
-
-        def rows(number: int, chunk: int) -> slice:
-            ring = ring_group.rings[number]
-            (a, b), (c, d) = ring.chunks(position)
-            start = self.starts[ring.document]
-            return slice(start, start + b - a) if chunk == position else slice(start + b - a, start + b - a + d - c)
-
-        return rows
+    def rows_of(self, ring: Ring, position: int, chunk: int) -> slice:
+        """The rows of a chunk of this rank, which is at `position` of the ring: its early or its late chunk."""
+        start = self.starts[ring.document] + (0 if chunk == position else ring.chunk_length(position))
+        return slice(start, start + ring.chunk_length(chunk))
 
 
-def rows_in_payload(ring_group: RingGroup, payload: Payload) -> RowsOfChunk:
-    """The rows of the chunks in the buffer of a payload: chunk by chunk, and ring by ring in each chunk."""
+def rows_in_payload(ring_group: RingGroup, payload: Payload) -> dict[tuple[int, int], slice]:
+    """The rows in the buffer of a payload, by number of the ring and chunk: chunk by chunk, then ring by ring."""
     keys = [(number, chunk) for chunk in payload.chunks for number in range(len(ring_group.rings))]
     counts = [ring_group.rings[number].chunk_length(chunk) for number, chunk in keys]
-    starts = dict(zip(keys, accumulate(counts, initial=0), strict=False))
-
-    def rows(number: int, chunk: int) -> slice:
-        start = starts[number, chunk]
-        return slice(start, start + ring_group.rings[number].chunk_length(chunk))
-
-    return rows
+    return {key: slice(*run) for key, run in zip(keys, pairwise(accumulate(counts, initial=0)), strict=True)}
 
 
 def join(slices: Sequence[slice]) -> list[slice]:
@@ -87,24 +73,20 @@ def pick(x: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
 
 def add(total: torch.Tensor, runs: Sequence[slice], term: torch.Tensor) -> None:
     """`total[runs] += term`, in the dtype of `total`."""
-    row = 0
-    for rows in runs:
-        total[rows] += term[row : row + rows.stop - rows.start]
-        row += rows.stop - rows.start
+    for rows, part in zip(runs, term.split([rows.stop - rows.start for rows in runs]), strict=True):
+        total[rows] += part
 
 
 def merge(
     out: torch.Tensor, lse: torch.Tensor, runs: Sequence[slice], term: torch.Tensor, term_lse: torch.Tensor
 ) -> None:
     """Merges attention over further keys into `out[runs]` and `lse[runs]`, both in the accumulation dtype."""
-    row = 0
-    for rows in runs:
-        stop = row + rows.stop - rows.start
-        old, new = lse[rows], term_lse[row:stop]
+    sizes = [rows.stop - rows.start for rows in runs]
+    for rows, part, new in zip(runs, term.split(sizes), term_lse.split(sizes), strict=True):
+        old = lse[rows]
         # The weight of the new keys: e^new / (e^old + e^new).
-        out[rows].lerp_(term[row:stop].to(out.dtype), torch.sigmoid(new - old).unsqueeze(-1))
+        out[rows].lerp_(part.to(out.dtype), torch.sigmoid(new - old).unsqueeze(-1))
         lse[rows] = torch.logaddexp(old, new)
-        row = stop
 
 
 class RowMessages:
@@ -129,19 +111,15 @@ class RowMessages:
         """Posts the messages.
 
         Args:
-            transport: carries the messages.
             plan: messages of all ranks.
-            sources: the rows `[rows, width]` that this rank sends, by payload and ring step of the message.
-            sinks: buffers for the rows that this rank receives, by payload and ring step; results for an owner have
-                ring step -1.
+            sources, sinks: the rows `[rows, width]` that this rank sends, and buffers for those that it receives, by
+                payload and ring step; results for an owner have ring step -1.
             after_work: by payload and ring step, number of `mark_ready` units that must be done before a message
                 leaves; absent means 0.
-            like: dtype and device.
-            width: elements of a row.
+            like, width: dtype and device, and elements of a row.
             name: name of the operation, for errors and buffers.
         """
-        rank, messages = transport.rank, plan.messages
-        pairs = plan.rounds(rank)
+        rank, messages, pairs = transport.rank, plan.messages, plan.rounds(transport.rank)
         self.receive_rounds = tuple(number for number, (_, recv) in enumerate(pairs) if recv is not None)
         # This rank forwards these messages as a proxy.
         forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
@@ -150,9 +128,8 @@ class RowMessages:
         if sizes:
             scratch = transport.buffer_pool.take(f"{name} proxy", (sum(sizes), width), like)
             received.update(zip(forwarded, scratch.split(sizes), strict=True))
-        nothing = like.new_empty(0)
+        nothing, unnumbered = like.new_empty(0), Chunk(rank, 0)
         transfers = []
-        self.num_bytes = 0
         for send, recv in pairs:
             outgoing = incoming = nothing
             num_work, after_message = 0, None
@@ -175,11 +152,9 @@ class RowMessages:
                     before = messages[message.after]
                     after_message = before.round
                     outgoing = received[message.after][message.start - before.start : message.stop - before.start]
-                self.num_bytes += outgoing.numel() * outgoing.element_size()
-            unnumbered = Chunk(rank, 0)
-            transfers.append(
-                Transfer(Message(unnumbered, to, unnumbered, source, num_work, after_message), outgoing, incoming)
-            )
+            posted = Message(unnumbered, to, unnumbered, source, num_work, after_message)
+            transfers.append(Transfer(posted, outgoing, incoming))
+        self.num_bytes = sum(transfer.send_bytes for transfer in transfers)
         self._p2p_work: P2PWork = transport.begin(transfers, name)
         self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
 

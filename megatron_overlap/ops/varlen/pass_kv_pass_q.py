@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
@@ -51,106 +51,85 @@ class Shape:
 
     def cheaper(self, backward: bool) -> Passing:
         """Pass-KV or pass-Q, whichever sends fewer bytes; pass-KV if equal. Both send the same number of rows."""
-
-        def row_bytes(passing: Passing) -> int:
-            traffic = self.traffic(passing, backward)
-            return traffic.payload_bytes + traffic.result_bytes
-
-        return "q" if row_bytes("q") < row_bytes("kv") else "kv"
+        kv, q = self.traffic("kv", backward), self.traffic("q", backward)
+        return "q" if q.payload_bytes + q.result_bytes < kv.payload_bytes + kv.result_bytes else "kv"
 
 
+@dataclass(slots=True)
 class RingAttention(ABC):
     """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank.
 
     Attributes:
         passing: what travels.
         backward: whether the direction is backward.
+        scale: factor of the scores.
+        q, k, v: inputs of attention, `[rows, heads, D]`.
+        out, lse: its results. Forward writes them, in the accumulation dtype.
     """
 
-    __slots__ = ()
     passing: ClassVar[Passing]
     backward: ClassVar[bool]
 
+    scale: float
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
     @property
-    @abstractmethod
     def shape(self) -> Shape:
         """The shape of a row."""
+        return Shape.of(self.q, self.k)
 
     @property
     def widths(self) -> tuple[int, int]:
         """See `Shape.widths`."""
         return self.shape.widths(self.passing, self.backward)
 
-    @property
-    def traffic(self) -> Traffic:
-        """See `Shape.traffic`."""
-        return self.shape.traffic(self.passing, self.backward)
-
-    @abstractmethod
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        """Copies own rows into the rows of a payload."""
+        """Copies own rows into the rows of a payload: keys and values, unless a pass-Q class overrides it."""
+        both = payload.view(-1, 2, *self.k.shape[1:])
+        both[:, 0], both[:, 1] = pick(self.k, runs), pick(self.v, runs)
 
     @abstractmethod
     def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
         """Attention of own queries with own keys."""
 
     @abstractmethod
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
-        """Attention of own rows with rows `runs` of a payload. Results for its owner go to rows `runs` of `result`."""
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+        """Attention of own rows with rows of a payload. Results for its owner go to rows `runs` of `result`."""
 
     def reset(self, result: torch.Tensor) -> None:
         """Sets `result` to the result over no keys and no queries. Forward pass-KV sends no results."""
-        raise NotImplementedError
+        result.zero_()
 
     def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
         """Adds the received result of earlier ring steps to `result`."""
-        raise NotImplementedError
+        result += received
 
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
         """Adds the result of all ring steps to own rows."""
         raise NotImplementedError
 
 
-@dataclass(slots=True)
 class ForwardPassKV(RingAttention):
     """Forward, pass-KV: the results stay with the queries."""
 
     passing: ClassVar[Passing] = "kv"
     backward: ClassVar[bool] = False
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    scale: float
-
-    @property
-    def shape(self) -> Shape:
-        return Shape.of(self.q, self.k)
-
-    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        both = payload.view(-1, 2, *self.k.shape[1:])
-        both[:, 0], both[:, 1] = pick(self.k, runs), pick(self.v, runs)
-
     def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        q, k, v = pick(self.q, queries), pick(self.k, keys), pick(self.v, keys)
-        self._take(queries, partial_forward(q, k, v, self.scale, mask), first=mask is not None and mask.offset == 0)
-
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
-        both = pick(payload, runs).view(-1, 2, *self.k.shape[1:])
-        self._take(own, partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask), first=False)
-
-    def _take(self, runs: Runs, result: tuple[torch.Tensor, torch.Tensor], *, first: bool) -> None:
-        if first:
-            (rows,) = runs
+        result = partial_forward(pick(self.q, queries), pick(self.k, keys), pick(self.v, keys), self.scale, mask)
+        if mask is not None and mask.offset == 0:
+            (rows,) = queries
             self.out[rows], self.lse[rows] = result
         else:
-            merge(self.out, self.lse, runs, *result)
+            merge(self.out, self.lse, queries, *result)
+
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+        both = rows.view(-1, 2, *self.k.shape[1:])
+        merge(self.out, self.lse, own, *partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask))
 
 
 class ForwardPassQ(ForwardPassKV):
@@ -161,10 +140,8 @@ class ForwardPassQ(ForwardPassKV):
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         payload.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
 
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
-        q = pick(payload, runs).view(-1, *self.q.shape[1:])
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+        q = rows.view(-1, *self.q.shape[1:])
         part = partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask)
         merge(*self._split(result), runs, *part)
 
@@ -184,68 +161,45 @@ class ForwardPassQ(ForwardPassKV):
         return result[:, : heads * size].unflatten(1, (heads, size)), result[:, heads * size :]
 
 
-class BackwardRows(NamedTuple):
-    """Tensors of the ring rows that backward reads, and the gradients that it adds to, in the accumulation dtype."""
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-
-
 @dataclass(slots=True)
 class BackwardPassKV(RingAttention):
-    """Backward, pass-KV: gradients of keys and values return to their owner."""
+    """Backward, pass-KV: gradients of keys and values return to their owner.
+
+    Attributes:
+        dout: gradient of `out`.
+        dq, dk, dv: gradients, to which the methods add, in the accumulation dtype.
+    """
 
     passing: ClassVar[Passing] = "kv"
     backward: ClassVar[bool] = True
 
-    rows: BackwardRows
-    scale: float
-
-    @property
-    def shape(self) -> Shape:
-        return Shape.of(self.rows.q, self.rows.k)
-
-    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        both = payload.view(-1, 2, *self.rows.k.shape[1:])
-        both[:, 0], both[:, 1] = pick(self.rows.k, runs), pick(self.rows.v, runs)
+    dout: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
 
     def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        dq, dk, dv = self._grads(queries, pick(self.rows.k, keys), pick(self.rows.v, keys), mask)
-        add(self.rows.dq, queries, dq)
-        add(self.rows.dk, keys, dk)
-        add(self.rows.dv, keys, dv)
+        dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), mask)
+        add(self.dq, queries, dq)
+        add(self.dk, keys, dk)
+        add(self.dv, keys, dv)
 
     def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> Grads:
-        dout, q, out, lse = (pick(x, queries) for x in (self.rows.dout, self.rows.q, self.rows.out, self.rows.lse))
+        dout, q, out, lse = (pick(x, queries) for x in (self.dout, self.q, self.out, self.lse))
         return partial_backward(dout, q, k, v, out, lse, self.scale, mask)
 
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
-        shape = (-1, 2, *self.rows.k.shape[1:])
-        both, grads = pick(payload, runs).view(shape), result.view(shape)
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+        shape = (-1, 2, *self.k.shape[1:])
+        both, grads = rows.view(shape), result.view(shape)
         dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], mask)
-        add(self.rows.dq, own, dq)
+        add(self.dq, own, dq)
         add(grads[:, 0], runs, dk)
         add(grads[:, 1], runs, dv)
 
-    def reset(self, result: torch.Tensor) -> None:
-        result.zero_()
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        result += received
-
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        grads = result.view(-1, 2, *self.rows.k.shape[1:])
-        add(self.rows.dk, runs, grads[:, 0])
-        add(self.rows.dv, runs, grads[:, 1])
+        grads = result.view(-1, 2, *self.k.shape[1:])
+        add(self.dk, runs, grads[:, 0])
+        add(self.dv, runs, grads[:, 1])
 
 
 class BackwardPassQ(BackwardPassKV):
@@ -254,22 +208,17 @@ class BackwardPassQ(BackwardPassKV):
     passing: ClassVar[Passing] = "q"
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        parts = [pick(x, runs).flatten(1) for x in (self.rows.q, self.rows.dout, self.rows.out)]
-        torch.cat([*parts, pick(self.rows.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
+        parts = [pick(x, runs).flatten(1) for x in (self.q, self.dout, self.out)]
+        torch.cat([*parts, pick(self.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
-    def compute_step(
-        self, own: Runs, payload: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None
-    ) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
         width = self.shape.heads * self.shape.size
-        received = pick(payload, runs)
-        q, dout, out = received[:, : 3 * width].unflatten(1, (3, *self.rows.q.shape[1:])).unbind(1)
-        lse = received[:, 3 * width :].contiguous().view(self.rows.lse.dtype)
-        dq, dk, dv = partial_backward(
-            dout, q, pick(self.rows.k, own), pick(self.rows.v, own), out, lse, self.scale, mask
-        )
-        add(result.view(-1, *self.rows.q.shape[1:]), runs, dq)
-        add(self.rows.dk, own, dk)
-        add(self.rows.dv, own, dv)
+        q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
+        lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
+        dq, dk, dv = partial_backward(dout, q, pick(self.k, own), pick(self.v, own), out, lse, self.scale, mask)
+        add(result.view(-1, *self.q.shape[1:]), runs, dq)
+        add(self.dk, own, dk)
+        add(self.dv, own, dv)
 
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        add(self.rows.dq, runs, result.view(-1, *self.rows.q.shape[1:]))
+        add(self.dq, runs, result.view(-1, *self.q.shape[1:]))

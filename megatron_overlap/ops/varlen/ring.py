@@ -18,12 +18,13 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
-from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, rows_in_payload
+from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, pick, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
 from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
+from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
-from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
+from megatron_overlap.schedules.varlen.ring_groups import Block, Passing, blocks, chunks_at
 
 
 @dataclass(slots=True)
@@ -32,8 +33,7 @@ class Task:
 
     Attributes:
         run: executes the task.
-        is_completed: whether the messages that the task needs have completed.
-        wait: waits for the messages that the task needs.
+        is_completed, wait: of the messages that the task needs.
         is_runnable: whether this rank has executed the tasks that this one needs.
         duration_fs: modelled duration.
         arrival_fs: modelled time, from the start of the pass, at which the messages arrive.
@@ -69,14 +69,11 @@ class TaskQueues:
     _now_fs: int = 0
 
     def run(self, *, gather_first: bool = False) -> None:
-        """Runs all tasks.
+        """Runs all tasks; with `gather_first` it first waits for all payloads, as an all-gather does.
 
         Without a ready or local task the rank waits: for ring steps first, inter-node before intra-node, then for
         rebalanced rows, then for results. `tests/schedules/varlen` proves that this order cannot deadlock. Rebalanced
         rows come before results because their owners send them at the start, before any computation.
-
-        Args:
-            gather_first: wait for all payloads before the first computation, as an all-gather does.
         """
         ring_steps, results = list(self.ring_steps.values()), list(self.results.values())
         if gather_first:
@@ -156,15 +153,13 @@ class RingCall:
 
     def begin(self) -> list[RingGroupRun]:
         """Posts the messages and enqueues the computation of all ring groups."""
-        groups = messages_of(self.options.plan, self.options.index, self.attention.traffic, self.options.window)
+        traffic = self.attention.shape.traffic(self.attention.passing, self.attention.backward)
+        groups = messages_of(self.options.plan, self.options.index, traffic, self.options.window)
         runs = [RingGroupRun(self, messages, number) for number, messages in enumerate(groups)]
         # Post all payloads before the first result: payloads need no computation, so no message blocks them.
-        for run in runs:
-            run.post_payloads()
-        for run in runs:
-            run.post_results()
-        for run in runs:
-            run.enqueue()
+        for step in (RingGroupRun.post_payloads, RingGroupRun.post_results, RingGroupRun.enqueue):
+            for run in runs:
+                step(run)
         return runs
 
 
@@ -176,15 +171,12 @@ class RingGroupRun:
         self._transport = call.options.transports[messages.ring_group.zone != "inter"]
         self._name = f"{call.name} {number}"
         ranks, rank = messages.ring_group.ranks, self._transport.rank
-        self._position = ranks.index(rank) if rank in ranks else None
+        # -1 in a proxy, and in a rank that is not involved: it has no ring steps.
+        self._position = ranks.index(rank) if rank in ranks else -1
         self._owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
-        self._received_steps: list[RingStep] = []
-        self._result_steps: list[RingStep] = []
-        if self._position is not None:
-            self._received_steps = messages.received_steps(self._position)
-            self._result_steps = messages.result_steps(self._position)
+        self._received_steps = messages.received_steps(self._position)
+        self._result_steps = messages.result_steps(self._position)
         self._computed: set[tuple[int, int]] = set()
-        self._num_results = 0
         self._result_messages: RowMessages | None = None
 
     @property
@@ -194,20 +186,18 @@ class RingGroupRun:
 
     def post_payloads(self) -> None:
         """Packs the own payloads and posts the messages of all payloads."""
-        payloads, width = self._messages.payloads, self._call.attention.widths[0]
+        payloads, like, width = self._messages.payloads, self._call.like, self._call.attention.widths[0]
         keys = [(index, 0) for index in self._owned] + [(step.payload, step.step) for step in self._received_steps]
-        buffers = self._take("payload", keys, [payloads[index].rows[step] for index, step in keys], width)
-        sources = dict(list(buffers.items())[: len(self._owned)])
-        self._payloads = dict(list(buffers.items())[len(self._owned) :])
-        for (index, _), rows in sources.items():
-            rows_of = rows_in_payload(self._ring_group, payloads[index])
-            for number in range(len(self._ring_group.rings)):
-                for chunk in payloads[index].chunks:
-                    runs = self._own_runs(number, (chunk,))
-                    if runs:
-                        self._call.attention.pack(runs, rows[rows_of(number, chunk)])
+        # An owner does not receive its own payload, so no key is both sent and received.
+        sizes = {(index, step): payloads[index].rows[step] for index, step in keys}
+        self._payloads = self._take("payload", sizes, width, like)
+        for index in self._owned:
+            for (number, chunk), rows in rows_in_payload(self._ring_group, payloads[index]).items():
+                runs = self._own_runs(self._ring_group.rings[number], (chunk,))
+                if runs:
+                    self._call.attention.pack(runs, self._payloads[index, 0][rows])
         self._payload_messages = RowMessages(
-            self._transport, self._messages.distribute, sources, self._payloads, {}, self._call.like, width,
+            self._transport, self._messages.distribute, self._payloads, self._payloads, {}, like, width,
             f"{self._name} payload",
         )  # fmt: skip
 
@@ -218,12 +208,12 @@ class RingGroupRun:
             return
         like = torch.empty(0, dtype=accumulation_dtype(self._call.like.dtype), device=self._call.like.device)
         keys = [(step.payload, step.step) for step in self._result_steps]
-        rows = [messages.payloads[index].rows[step] for index, step in keys]
-        self._results = self._take("result", keys, rows, width, like)
+        rows = {(index, step): messages.payloads[index].rows[step] for index, step in keys}
+        self._results = self._take("result", rows, width, like)
         # A received result is keyed by the ring step that sent it, and a complete one for the owner by -1.
         arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._owned]
-        rows = [messages.payloads[index].rows[step + 1] for index, step in arriving]
-        self._received_results = self._take("received result", arriving, rows, width, like)
+        rows = {(index, step): messages.payloads[index].rows[step + 1] for index, step in arriving}
+        self._received_results = self._take("received result", rows, width, like)
         after_work = {key: number for number, key in enumerate(keys, start=1)}
         self._result_messages = RowMessages(
             self._transport, messages.collect, self._results, self._received_results, after_work, like, width,
@@ -231,24 +221,18 @@ class RingGroupRun:
         )  # fmt: skip
 
     def _take(
-        self,
-        name: str,
-        keys: Sequence[tuple[int, int]],
-        rows: Sequence[int],
-        width: int,
-        like: torch.Tensor | None = None,
+        self, name: str, rows: dict[tuple[int, int], int], width: int, like: torch.Tensor
     ) -> dict[tuple[int, int], torch.Tensor]:
         """Takes one buffer of the pool and splits it."""
-        if not keys:
+        if not rows:
             return {}
-        like = self._call.like if like is None else like
-        buffer = self._transport.buffer_pool.take(f"{self._name} {name}", (sum(rows), width), like)
-        return dict(zip(keys, buffer.split(list(rows)), strict=True))
+        buffer = self._transport.buffer_pool.take(f"{self._name} {name}", (sum(rows.values()), width), like)
+        return dict(zip(rows, buffer.split(list(rows.values())), strict=True))
 
     def enqueue(self) -> None:
         """Enqueues the tasks of this ring group."""
         call, ring_group, cost = self._call, self._ring_group, self._call.options.plan.cost
-        if self._position is None:
+        if self._position < 0:
             return
         tokens = sum(ring.tokens(self._position) for ring in ring_group.rings)
         inter = ring_group.zone == "inter"
@@ -267,12 +251,12 @@ class RingGroupRun:
             return
         results = call.queues.results[ring_group.zone]
         is_completed, wait = self._result_messages.is_completed, self._result_messages.wait
-        for step in self._result_steps:
+        for number, step in enumerate(self._result_steps, start=1):
             is_runnable = partial(self._computed.__contains__, (step.payload, step.step))
-            run = partial(self._send_result, step)
+            run = partial(self._send_result, step, number)
             results.append(Task(run, partial(is_completed, step.rounds), partial(wait, step.rounds), is_runnable))
         for index in self._owned:
-            rounds = self._messages.owner_rounds(index, self._transport.rank)
+            rounds = self._messages.owner_rounds(index)
             run = partial(self._apply_result, index)
             results.append(Task(run, partial(is_completed, rounds), partial(wait, rounds)))
 
@@ -282,27 +266,21 @@ class RingGroupRun:
         if self._result_messages is not None:
             self._result_messages.wait_all()
 
-    def _own_runs(self, number: int, chunks: Sequence[int]) -> list[slice]:
-        assert self._position is not None
-        rows_of = self._call.own.rows_of(self._ring_group, self._position)
-        return join([rows_of(number, chunk) for chunk in chunks])
+    def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
+        return join([self._call.own.rows_of(ring, self._position, chunk) for chunk in chunks])
 
-    def _mask(self, number: int, queries: int, keys: int, masked: bool) -> Mask | None:
-        bounds = self._ring_group.rings[number].bounds
-        return Mask(bounds[queries] - bounds[keys], self._call.options.window) if masked else None
+    def _mask(self, ring: Ring, block: Block) -> Mask | None:
+        offset = ring.bounds[block.queries[0]] - ring.bounds[block.keys[0]]
+        return Mask(offset, self._call.options.window) if block.masked else None
 
     def _compute_own(self) -> None:
-        assert self._position is not None
         chunks = self._ring_group.chunks_of(self._position)
-        for number, ring in enumerate(self._ring_group.rings):
+        for ring in self._ring_group.rings:
             for block in blocks(ring, chunks, chunks, self._call.options.window):
-                mask = self._mask(number, block.queries[0], block.keys[0], block.masked)
-                self._call.attention.compute_own(
-                    self._own_runs(number, block.queries), self._own_runs(number, block.keys), mask
-                )
+                queries, keys = self._own_runs(ring, block.queries), self._own_runs(ring, block.keys)
+                self._call.attention.compute_own(queries, keys, self._mask(ring, block))
 
     def _compute_step(self, step: RingStep) -> None:
-        assert self._position is not None
         key = step.payload, step.step
         payload, call = self._messages.payloads[step.payload], self._call
         rows, result = self._payloads[key], self._payloads[key]
@@ -311,29 +289,24 @@ class RingGroupRun:
             call.attention.reset(result)
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
-        rows_of, is_kv = rows_in_payload(self._ring_group, payload), call.attention.traffic.passing == "kv"
+        rows_of, is_kv = rows_in_payload(self._ring_group, payload), call.attention.passing == "kv"
         for number, ring in enumerate(self._ring_group.rings):
             queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
             for block in blocks(ring, queries, keys, call.options.window):
                 own, received = (block.queries, block.keys) if is_kv else (block.keys, block.queries)
-                runs = join([rows_of(number, chunk) for chunk in received])
-                mask = self._mask(number, block.queries[0], block.keys[0], block.masked)
-                call.attention.compute_step(self._own_runs(number, own), rows, result, runs, mask)
+                runs, own_runs = join([rows_of[number, chunk] for chunk in received]), self._own_runs(ring, own)
+                call.attention.compute_step(own_runs, pick(rows, runs), result, runs, self._mask(ring, block))
         self._computed.add(key)
 
-    def _send_result(self, step: RingStep) -> None:
+    def _send_result(self, step: RingStep, number: int) -> None:
         assert self._result_messages is not None
         if step.step:
             received = self._received_results[step.payload, step.step - 1]
             self._call.attention.accumulate(self._results[step.payload, step.step], received)
-        self._num_results += 1
-        self._result_messages.mark_ready(self._num_results)
+        self._result_messages.mark_ready(number)
 
     def _apply_result(self, index: int) -> None:
-        payload = self._messages.payloads[index]
-        rows_of = rows_in_payload(self._ring_group, payload)
-        for number, ring in enumerate(self._ring_group.rings):
-            for chunk in payload.chunks:
-                if ring.chunk_length(chunk):
-                    result = self._received_results[index, -1][rows_of(number, chunk)]
-                    self._call.attention.apply_result(self._own_runs(number, (chunk,)), result)
+        for (number, chunk), rows in rows_in_payload(self._ring_group, self._messages.payloads[index]).items():
+            runs = self._own_runs(self._ring_group.rings[number], (chunk,))
+            if runs:
+                self._call.attention.apply_result(runs, self._received_results[index, -1][rows])

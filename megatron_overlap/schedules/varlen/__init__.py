@@ -5,20 +5,7 @@ with the same arguments computes the same plan.
 """
 
 from megatron_overlap.schedules.varlen.partition import CapacityError, partition
-from megatron_overlap.schedules.varlen.plan import Balance, Pass, Piece, Plan, Ring, Zone, balance, describe
+from megatron_overlap.schedules.varlen.plan import Balance, Plan, Zone, balance, describe
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
-__all__ = [
-    "Balance",
-    "CapacityError",
-    "CostModel",
-    "Pass",
-    "Piece",
-    "Plan",
-    "Ring",
-    "Topology",
-    "Zone",
-    "balance",
-    "describe",
-    "partition",
-]
+__all__ = ["Balance", "CapacityError", "CostModel", "Plan", "Topology", "Zone", "balance", "describe", "partition"]

@@ -52,9 +52,7 @@ class Level:
     """The bins of a level, and its limits.
 
     Attributes:
-        bins: number of bins.
         capacity: tokens a bin may hold.
-        cost: cost model.
         message_fs: message time of a bin for a share of an item that is cut at this level (True) or above it (False).
             None forbids cuts.
         attempts: largest number of placements to try.
@@ -70,45 +68,36 @@ class Level:
 
 
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
-    """Places items, by falling length, into bins.
+    """Places items, by falling length, into bins; returns None if items cannot be cut and do not fit.
 
     The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
     overflows or the result is uneven, the placement restarts with a lower threshold.
-
-    Returns:
-        The placement; None if items cannot be cut and do not fit.
     """
     costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
-    if level.message_fs is None:
-        return _most_even(level, items, costs, None, hidden_only=False)
+    linear_fs = level.cost.linear_fs
+
+    def most_even(spill: Spill | None, *, hidden_only: bool = False) -> Placement | None:
+        """The placement of the best threshold, or of the first that reaches `GOOD_ENOUGH`."""
+        best: Placement | None = None
+        for threshold, short in _ATTEMPTS[: level.attempts]:
+            found = _attempt(level, items, costs, threshold, short, spill, hidden_only=hidden_only)
+            if found is not None and (best is None or found.evenness(linear_fs) > best.evenness(linear_fs)):
+                best = found
+            if best is not None and (level.bins == 1 or best.evenness(linear_fs) >= GOOD_ENOUGH):
+                break
+        return best
+
     spill: Spill | None = None
-    best = _most_even(level, items, costs, None, hidden_only=False)
-    if best is None:
+    best = most_even(spill)
+    if best is None and level.message_fs is not None:
         spill = level.spill
-        best = _most_even(level, items, costs, spill, hidden_only=False)
+        best = most_even(spill)
     if best is not None and max(best.message_fs) > max(best.attention_fs):
-        other = _most_even(level, items, costs, spill, hidden_only=True)
-        if other is not None and other.evenness(level.cost.linear_fs) > best.evenness(level.cost.linear_fs):
+        other = most_even(spill, hidden_only=True)
+        if other is not None and other.evenness(linear_fs) > best.evenness(linear_fs):
             best = other
     if best is not None:
         best.spilled = spill is not None
-    return best
-
-
-def _most_even(
-    level: Level, items: Sequence[Item], costs: Sequence[int], spill: Spill | None, *, hidden_only: bool
-) -> Placement | None:
-    """The placement of the best threshold, or of the first that reaches `GOOD_ENOUGH`."""
-    best: Placement | None = None
-    best_evenness = -1.0
-    for threshold, short in _ATTEMPTS[: level.attempts]:
-        found = _attempt(level, items, costs, threshold, short, spill, hidden_only=hidden_only)
-        if found is not None:
-            evenness = found.evenness(level.cost.linear_fs)
-            if evenness > best_evenness:
-                best, best_evenness = found, evenness
-        if best_evenness >= GOOD_ENOUGH or (level.bins == 1 and best is not None):
-            break
     return best
 
 
@@ -136,7 +125,15 @@ def _attempt(
     shift = bins.bit_length()
     mask = (1 << shift) - 1
 
-    def put(item: Item, shares: list[tuple[int, int]], message: int) -> None:
+    def put(item: Item, fs: int, bin_: int) -> None:
+        """Places an item whole, or the share of it that an upper level assigned."""
+        placed[bin_].append(item)
+        attention[bin_] += fs
+        tokens[bin_] += item.tokens
+        if item.tokens < item.length and message_fs is not None:
+            result.message_fs[bin_] += message_fs(item, False)
+
+    def put_shares(item: Item, shares: list[tuple[int, int]], message: int) -> None:
         for bin_, share in shares:
             placed[bin_].append(Item(share, item.length, item.document))
             attention[bin_] += level.cost.share_fs(share, item.length)
@@ -153,7 +150,7 @@ def _attempt(
             chosen = _pop_with_room(heap, mask, tokens, capacity, size, width)
             if not chosen:
                 break
-            put(item, _even(size, chosen, tokens), message_fs(item, True))
+            put_shares(item, _even(size, chosen, tokens), message_fs(item, True))
             for bin_ in chosen:
                 heapq.heappush(heap, attention[bin_] << shift | bin_)
             index += 1
@@ -163,11 +160,7 @@ def _attempt(
         if not heap:
             break
         bin_ = heap[0] & mask
-        placed[bin_].append(item)
-        tokens[bin_] += size
-        attention[bin_] += fs
-        if size < item.length and message_fs is not None:
-            result.message_fs[bin_] += message_fs(item, False)
+        put(item, fs, bin_)
         heapq.heapreplace(heap, attention[bin_] << shift | bin_)
         index += 1
 
@@ -182,17 +175,13 @@ def _attempt(
             bin_ = heap[0] & mask
             count = tokens[bin_] + item.tokens
         if count <= capacity:
-            placed[bin_].append(item)
-            tokens[bin_] = count
-            attention[bin_] += fs
-            if item.tokens < item.length and message_fs is not None:
-                result.message_fs[bin_] += message_fs(item, False)
+            put(item, fs, bin_)
             heapq.heapreplace(heap, count << shift | bin_)
             continue
         shares = _fill(item.tokens, heap, mask, tokens, capacity) if spill else None
         if shares is None or message_fs is None:
             return None
-        put(item, shares, message_fs(item, True))
+        put_shares(item, shares, message_fs(item, True))
         for bin_, _ in shares:
             heapq.heappush(heap, tokens[bin_] << shift | bin_)
     return result

@@ -15,7 +15,7 @@ therefore follow the modelled order in which the links deliver the rows of each 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -27,15 +27,10 @@ _Port = tuple[bool, int, int]
 
 
 class Message(NamedTuple):
-    """Rows `start` to `stop` of a payload, sent from one rank to another.
+    """Rows `start` to `stop` of the payload with index `payload`, sent from rank `source` to rank `to`.
 
     Attributes:
-        source: rank that sends.
-        to: rank that receives.
-        payload: index of the payload.
         step: the ring step that receives the rows; for results, the ring step that computed them.
-        start: first row.
-        stop: row after the last.
         round: number of the message on both ranks.
         after: index of the message that brings the rows to `source`; None if `source` holds or computes them.
         is_final: `to` is the destination; otherwise `to` is a proxy that forwards the rows.
@@ -62,13 +57,12 @@ class MessagePlan:
 
     def rounds(self, rank: int) -> list[tuple[int | None, int | None]]:
         """Index of the message that `rank` sends and of the message that it receives in each round, or None."""
-        found: dict[int, list[int | None]] = {}
+        found = defaultdict[int, list[int | None]](lambda: [None, None])
         for index, message in enumerate(self.messages):
             for end, slot in ((message.source, 0), (message.to, 1)):
                 if end == rank:
-                    found.setdefault(message.round, [None, None])[slot] = index
-        none: list[int | None] = [None, None]
-        return [(*found.get(number, none),) for number in range(max(found) + 1)] if found else []  # type: ignore[misc]
+                    found[message.round][slot] = index
+        return [(found[number][0], found[number][1]) for number in range(max(found, default=-1) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,88 +81,44 @@ class Route:
     modelled_us: float
 
 
-def plan_route(source: int, to: int, num_bytes: int, topology: Topology, *, max_nics: int | None = None) -> Route:
-    """Plans one transfer. It is direct inside a node, and where routing is not modelled to be faster.
+@dataclass(slots=True)
+class MessageScheduler:
+    """Collects messages with rows of `row_bytes`, then assigns their rounds.
 
-    `max_nics` limits the NICs of a node that the transfer may use.
+    Attributes:
+        max_nics: largest number of NICs of a node that a transfer may use; None is all.
     """
-    inside = topology.node_of(source) == topology.node_of(to)
-    gbps = topology.intra_gbps if inside else topology.inter_gbps
-    direct_us = (topology.intra_latency_us if inside else topology.inter_latency_us) + num_bytes / gbps / 1e3
-    direct = Route(((source, to),), 1, direct_us)
-    # NICs with an adjacent device: a device can send only through these.
-    usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
-    nics = len(usable) if max_nics is None else min(max_nics, len(usable))
-    if inside or not topology.routing or nics < 2:
-        return direct
-    routed_us, pieces = min((_routed_us(num_bytes, nics, pieces, topology), pieces) for pieces in _PIECES)
-    if routed_us >= direct_us:
-        return direct
-    # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
-    # nodes, because rail-optimised switches connect these.
-    own = usable.index(topology.nic_of(source))
-    paths = []
-    for number in range(nics):
-        nic = usable[(own + number) % len(usable)]
-        proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
-        # A proxy may be the source or the destination itself.
-        paths.append(tuple(dict.fromkeys((source, *proxies, to))))
-    return Route(tuple(paths), pieces, routed_us)
-
-
-def _routed_us(num_bytes: int, nics: int, pieces: int, topology: Topology) -> float:
-    """Modelled time of three pipelined stages: the first piece passes all three, the rest follow at the slowest."""
-    piece_bytes = num_bytes / nics / pieces
-    local_us = topology.intra_latency_us + piece_bytes * (nics - 1) / topology.intra_gbps / 1e3
-    inter_us = topology.inter_latency_us + piece_bytes / topology.inter_gbps / 1e3
-    return local_us + inter_us + local_us + (pieces - 1) * max(local_us, inter_us)
-
-
-def _proxy_of(nic: int, rank: int, topology: Topology) -> int:
-    """`rank` if the NIC is adjacent to it, else the first adjacent device of its node."""
-    if topology.nic_of(rank) == nic:
-        return rank
-    first = topology.node_of(rank) * topology.devices_per_node
-    return next(other for other in range(first, first + topology.devices_per_node) if topology.nic_of(other) == nic)
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The links that carry messages, and the size of a row."""
 
     topology: Topology
     row_bytes: int
     max_nics: int | None = None
+    _sent: list[Message] = field(default_factory=list)
+    _needs: list[Sequence[int]] = field(default_factory=list)
+    """The messages that must arrive before a message leaves."""
 
     def route(self, source: int, to: int, rows: int) -> Route:
-        """The route of a transfer of `rows` rows."""
-        return plan_route(source, to, rows * self.row_bytes, self.topology, max_nics=self.max_nics)
-
-    def time_fs(self, source: int, to: int, rows: int) -> tuple[int, int]:
-        """Modelled time for which a message occupies its link, and its latency after that."""
-        topology = self.topology
-        inside = topology.node_of(source) == topology.node_of(to)
-        gbps = topology.intra_gbps if inside else topology.inter_gbps
-        latency_us = topology.intra_latency_us if inside else topology.inter_latency_us
-        return rows * self.row_bytes * round(1e6 / gbps), round(latency_us * FS_PER_US)
-
-    def ports(self, source: int, to: int) -> tuple[_Port, _Port]:
-        """Both ends of the link: the ports of two devices of a node, or of two NICs."""
-        topology = self.topology
-        nodes = topology.node_of(source), topology.node_of(to)
-        if nodes[0] == nodes[1]:
-            return (True, -1, source), (False, -1, to)
-        return (True, nodes[0], topology.nic_of(source)), (False, nodes[1], topology.nic_of(to))
-
-
-class MessageScheduler:
-    """Collects messages, then assigns their rounds."""
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._sent: list[Message] = []
-        self._needs: list[Sequence[int]] = []
-        """The messages that must arrive before a message leaves."""
+        """The route of `rows` rows: direct inside a node, and where routing is not modelled to be faster."""
+        topology, num_bytes = self.topology, rows * self.row_bytes
+        gbps, latency_us = topology.link(source, to)
+        direct = Route(((source, to),), 1, latency_us + num_bytes / gbps / 1e3)
+        # NICs with an adjacent device: a device can send only through these.
+        usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
+        nics = len(usable) if self.max_nics is None else min(self.max_nics, len(usable))
+        if not topology.is_inter(source, to) or not topology.routing or nics < 2:
+            return direct
+        routed_us, pieces = min((_routed_us(num_bytes, nics, pieces, topology), pieces) for pieces in _PIECES)
+        if routed_us >= direct.modelled_us:
+            return direct
+        # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
+        # nodes, because rail-optimised switches connect these.
+        own = usable.index(topology.nic_of(source))
+        paths = []
+        for number in range(nics):
+            nic = usable[(own + number) % len(usable)]
+            proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
+            # A proxy may be the source or the destination itself.
+            paths.append(tuple(dict.fromkeys((source, *proxies, to))))
+        return Route(tuple(paths), pieces, routed_us)
 
     def add(
         self,
@@ -185,12 +135,10 @@ class MessageScheduler:
 
         Args:
             path: ranks from the source to the destination.
-            payload: index of the payload.
-            step: see `Message.step`.
+            payload, step, to_owner: see `Message`.
             rows: first row, and the row after the last.
             after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.
             needs: messages that `path[0]` receives before it computes the rows; used if `after` is None.
-            to_owner: see `Message.to_owner`.
         """
         for hop, (source, to) in enumerate(zip(path, path[1:], strict=False)):
             self._needs.append(needs if after is None else (after,))
@@ -205,9 +153,9 @@ class MessageScheduler:
 
         A free port takes the ready message with the longest remaining path.
         """
-        sent, time_fs = self._sent, [self._links.time_fs(m.source, m.to, m.stop - m.start) for m in self._sent]
+        sent, time_fs = self._sent, list(map(self._time_fs, self._sent))
         followers, left_fs = _followers(self._needs, [sum(both) for both in time_fs])
-        ports = {(m.source, m.to): self._links.ports(m.source, m.to) for m in sent}
+        ports = {(m.source, m.to): self._ports(m.source, m.to) for m in sent}
         missing = [len(needs) for needs in self._needs]
         rounds, earliest, ready_fs = ([0] * len(sent) for _ in range(3))
         sends, receives = defaultdict[int, int](int), defaultdict[int, int](int)
@@ -243,6 +191,36 @@ class MessageScheduler:
                 if not missing[follower]:
                     heappush(events, (ready_fs[follower], follower, None))
         return MessagePlan(tuple(m._replace(round=number) for m, number in zip(sent, rounds, strict=True)))
+
+    def _time_fs(self, message: Message) -> tuple[int, int]:
+        """Modelled time for which a message occupies its link, and its latency after that."""
+        gbps, latency_us = self.topology.link(message.source, message.to)
+        num_bytes = (message.stop - message.start) * self.row_bytes
+        return num_bytes * round(1e6 / gbps), round(latency_us * FS_PER_US)
+
+    def _ports(self, source: int, to: int) -> tuple[_Port, _Port]:
+        """Both ends of the link: the ports of two devices of a node, or of two NICs."""
+        topology = self.topology
+        if not topology.is_inter(source, to):
+            return (True, -1, source), (False, -1, to)
+        sends, receives = ((topology.node_of(rank), topology.nic_of(rank)) for rank in (source, to))
+        return (True, *sends), (False, *receives)
+
+
+def _routed_us(num_bytes: int, nics: int, pieces: int, topology: Topology) -> float:
+    """Modelled time of three pipelined stages: the first piece passes all three, the rest follow at the slowest."""
+    piece_bytes = num_bytes / nics / pieces
+    local_us = topology.intra_latency_us + piece_bytes * (nics - 1) / topology.intra_gbps / 1e3
+    inter_us = topology.inter_latency_us + piece_bytes / topology.inter_gbps / 1e3
+    return local_us + inter_us + local_us + (pieces - 1) * max(local_us, inter_us)
+
+
+def _proxy_of(nic: int, rank: int, topology: Topology) -> int:
+    """`rank` if the NIC is adjacent to it, else the first adjacent device of its node."""
+    if topology.nic_of(rank) == nic:
+        return rank
+    first = topology.node_of(rank) * topology.devices_per_node
+    return next(other for other in range(first, first + topology.devices_per_node) if topology.nic_of(other) == nic)
 
 
 def _followers(needs: Sequence[Sequence[int]], time_fs: Sequence[int]) -> tuple[list[list[int]], list[int]]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 from megatron_overlap.schedules.varlen.bin_packing import Item, Level, Spill, place
@@ -20,13 +21,7 @@ class CapacityError(ValueError):
     """A batch does not fit. Every rank raises it alike, before any communication."""
 
 
-def partition(
-    lengths: Sequence[int],
-    topology: Topology,
-    *,
-    capacity: int,
-    cost: CostModel | None = None,
-) -> Plan:
+def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
     """Assigns the tokens of a batch to ranks for attention, in as few passes as hold the batch.
 
     A document stays whole on one device if possible (local). Otherwise it becomes a ring inside a node (intra), or over
@@ -60,11 +55,7 @@ def partition(
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    """Raises an error for lengths and capacities that every planner refuses.
-
-    Raises:
-        ValueError: a length is negative, or the capacity is below one token.
-    """
+    """Raises the `ValueError` of `partition`, which is that of every planner."""
     if capacity < 1:
         raise ValueError(f"capacity: {capacity}: give at least 1 token")
     shortest = min(lengths, default=0)
@@ -73,12 +64,7 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
 
 
 def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
-    """Refuses batches that no planner that cuts documents can place.
-
-    Raises:
-        CapacityError: a document is longer than one pass of all ranks.
-        ValueError: see `check_lengths`.
-    """
+    """Raises the errors of `partition`, which are those of every planner that cuts documents."""
     check_lengths(lengths, capacity)
     longest, room = max(lengths, default=0), topology.ranks * capacity
     if longest > room:
@@ -159,64 +145,46 @@ def _place_pass(items: list[Item], index: int, plan: Plan, attempts: int, spill:
     return Pass(tuple(local), tuple(rings), index), spilled
 
 
-def ring_over_all(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
+def ring_over_all(
+    lengths: Sequence[int],
+    topology: Topology,
+    *,
+    capacity: int,
+    cost: CostModel | None = None,
+    exchange: Exchange = "ring",
+) -> Plan:
     """Every document over every rank in zigzag order, pass-KV around one ring (TransformerEngine's `p2p`).
 
     Documents fill passes in batch order. There is no padding: TransformerEngine pads each document to a multiple of
-    twice the number of ranks, which would only make this baseline slower.
+    twice the number of ranks, which would only make this baseline slower. With `exchange="all_gather"` every rank
+    gathers all keys and values before it computes.
 
     Raises:
-        CapacityError: a document is longer than one pass of all ranks.
-        ValueError: see `partition`.
+        CapacityError, ValueError: see `partition`.
     """
-    return _cut_all("ring", "ring", lengths, topology, capacity, cost)
+    check_room(lengths, topology, capacity)
 
+    def empty_pass() -> tuple[list[list[int]], list[Ring]]:
+        return [[] for _ in range(topology.ranks)], []
 
-def all_gather(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
-    """The layout of `ring_over_all`, but every rank gathers all keys and values before it computes.
-
-    Raises:
-        CapacityError: a document is longer than one pass of all ranks.
-        ValueError: see `partition`.
-    """
-    return _cut_all("all_gather", "all_gather", lengths, topology, capacity, cost)
+    passes, tokens = [empty_pass()], 0
+    for document, length in enumerate(lengths):
+        if tokens + length > topology.ranks * capacity:
+            passes.append(empty_pass())
+            tokens = 0
+        local, rings = passes[-1]
+        if length == 1 or (length and topology.ranks == 1):
+            local[tokens % topology.ranks].append(document)
+        elif length:
+            rings.append(even_ring(document, length, range(topology.ranks), tokens, topology))
+        tokens += length
+    made = (Pass(tuple(map(tuple, local)), tuple(rings), index) for index, (local, rings) in enumerate(passes))
+    return Plan(exchange, tuple(lengths), topology, cost or CostModel(), capacity, tuple(made), exchange)
 
 
 METHODS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
-    {"balanced": partition, "ring": ring_over_all, "all_gather": all_gather}
+    {"balanced": partition, "ring": ring_over_all, "all_gather": partial(ring_over_all, exchange="all_gather")}
 )
-
-
-def _cut_all(
-    name: str, exchange: Exchange, lengths: Sequence[int], topology: Topology, capacity: int, cost: CostModel | None
-) -> Plan:
-    check_room(lengths, topology, capacity)
-    room = topology.ranks * capacity
-    passes: list[Pass] = []
-    rings: list[Ring] = []
-    whole: list[list[int]] = [[] for _ in range(topology.ranks)]
-    tokens = 0
-
-    def close_pass() -> None:
-        passes.append(Pass(tuple(map(tuple, whole)), tuple(rings), len(passes)))
-        rings.clear()
-        for documents in whole:
-            documents.clear()
-
-    for document, length in enumerate(lengths):
-        if not length:
-            continue
-        if tokens + length > room:
-            close_pass()
-            tokens = 0
-        if length == 1 or topology.ranks == 1:
-            whole[tokens % topology.ranks].append(document)
-        else:
-            rings.append(even_ring(document, length, range(topology.ranks), tokens, topology))
-        tokens += length
-    if tokens or not passes:
-        close_pass()
-    return Plan(name, tuple(lengths), topology, cost or CostModel(), capacity, tuple(passes), exchange)
 
 
 def even_ring(document: int, length: int, ranks: Sequence[int], first: int, topology: Topology) -> Ring:

@@ -56,8 +56,7 @@ class Ring:
 
     def tokens(self, position: int) -> int:
         """Tokens of the member at `position`."""
-        (a, b), (c, d) = self.chunks(position)
-        return b - a + d - c
+        return sum(stop - start for start, stop in self.chunks(position))
 
     def pairs(self, position: int) -> int:
         """Query-key pairs of causal attention for the queries of the member at `position`."""
@@ -65,13 +64,7 @@ class Ring:
 
 
 def make_ring(document: int, shares: Sequence[tuple[int, int]], topology: Topology) -> Ring:
-    """Returns the ring of a document that is cut into shares.
-
-    Args:
-        document: index in the batch.
-        shares: (rank, tokens) of each member, ranks ascending, tokens above 0. The shares cover the whole document.
-        topology: determines the zone of the ring.
-    """
+    """The ring of a whole document that is cut into shares: (rank, tokens), ranks ascending, tokens above 0."""
     early = [-(-tokens // 2) for _, tokens in shares]
     late = [tokens // 2 for _, tokens in reversed(shares)]
     ranks = tuple(rank for rank, _ in shares)
@@ -100,11 +93,9 @@ class Plan:
     """The placement of every token of a batch during attention.
 
     Attributes:
-        method: name of the planner, a key of `baselines.METHODS`.
+        method: name of the planner, a key of `partition.METHODS`.
         lengths: tokens of each document of the batch.
-        topology: nodes, devices and links.
-        cost: the cost model that the planner used.
-        capacity: tokens that a rank may hold in one pass.
+        topology, cost, capacity: arguments of the planner, see `partition`.
         passes: in execution order.
         exchange: how ring members obtain the keys and values of each other.
     """
@@ -138,8 +129,7 @@ class Plan:
         return counts
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Modelled load of one rank in one pass: attention time and message time in femtoseconds, and tokens."""
 
     attention_fs: int
@@ -190,15 +180,15 @@ def loads(plan: Plan, index: int) -> list[Load]:
             tokens = ring.tokens(position)
             attention[rank] += cost.attention_fs(ring.pairs(position), tokens)
             message[rank] += cost.ring_fs(ring.length - tokens, hops, topology, inter=inter)
-    return [Load(*load) for load in zip(attention, message, plan.tokens(index), strict=True)]
+    return list(map(Load, attention, message, plan.tokens(index)))
 
 
 def balance(plan: Plan) -> Balance:
     """Computes the balance and the modelled times of a plan."""
-    ranks = plan.topology.ranks
-    peaks = [0] * 5
-    sums = [0, 0, 0]
-    linear = plan.cost.linear_fs
+    ranks, linear = plan.topology.ranks, plan.cost.linear_fs
+    peaks, sums, busy_passes = [0] * 5, [0] * 5, [0] * ranks
+    # A ring overlaps its messages with attention. An all-gather completes before attention starts.
+    both = max if plan.exchange == "ring" else operator.add
     for _, group in groupby(range(len(plan.passes)), key=lambda index: plan.passes[index].stage):
         attention, message, tokens = [0] * ranks, [0] * ranks, [0] * ranks
         for index in group:
@@ -206,15 +196,13 @@ def balance(plan: Plan) -> Balance:
                 attention[rank] += load.attention_fs
                 message[rank] += load.message_fs
                 tokens[rank] += load.tokens
+                busy_passes[rank] += load.tokens > 0
         compute = [a + linear * t for a, t in zip(attention, tokens, strict=True)]
-        # A ring overlaps its messages with attention. An all-gather completes before attention starts.
-        both = max if plan.exchange == "ring" else operator.add
         step = list(map(both, attention, message))
         for number, values in enumerate((attention, compute, tokens, step, message)):
             peaks[number] += max(values)
-        for number, values in enumerate((attention, compute, tokens)):
             sums[number] += sum(values)
-    ratios = [total / (ranks * peak) if peak else 1.0 for total, peak in zip(sums, peaks, strict=False)]
+    ratios = [total / (ranks * peak) if peak else 1.0 for total, peak in zip(sums, peaks, strict=True)]
     return Balance(
         attention=ratios[0],
         compute=ratios[1],
@@ -223,7 +211,7 @@ def balance(plan: Plan) -> Balance:
         attention_us=peaks[0] / FS_PER_US,
         step_us=peaks[3] / FS_PER_US,
         message_us=peaks[4] / FS_PER_US,
-        passes=max(_num_busy_passes(plan), default=0),
+        passes=max(busy_passes),
     )
 
 
@@ -251,15 +239,6 @@ def describe(plan: Plan, *, ranks: int = 16) -> str:
         if len(table) > ranks:
             lines.append(f"  ... {len(table) - ranks} more ranks")
     return "\n".join(lines)
-
-
-def _num_busy_passes(plan: Plan) -> Sequence[int]:
-    """Number of passes in which each rank holds tokens."""
-    counts = [0] * plan.topology.ranks
-    for index in range(len(plan.passes)):
-        for rank, tokens in enumerate(plan.tokens(index)):
-            counts[rank] += tokens > 0
-    return counts
 
 
 def _describe_zones(part: Pass) -> str:

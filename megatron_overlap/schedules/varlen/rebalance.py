@@ -63,7 +63,6 @@ def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] |
 
     Args:
         tokens: tokens of each rank, for example `Plan.tokens`.
-        topology: determines which ranks share a node.
         target: tokens of each rank after the rebalancing, with the same sum. None makes them even. The ranks with one
             token more are then chosen such that the fewest rows move.
 
@@ -108,22 +107,17 @@ def rebalance_to_linear(plan: Plan, index: int = 0) -> Rebalance:
     saved_fs = (max(tokens) - max(even.after)) * cost.linear_fs
     message_fs = [0] * topology.ranks
     for move in even.moves:
-        inter = topology.node_of(move.source) != topology.node_of(move.to)
         # Queries, keys, values and results: with as many key heads as query heads, twice the bytes of keys and values.
-        both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=inter)
+        both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=topology.is_inter(move.source, move.to))
         message_fs[move.source] += both_fs
         message_fs[move.to] += both_fs
     return even if saved_fs > max(message_fs) else rebalance(tokens, topology, tokens)
 
 
-def linear_layout(plan: Plan, index: int = 0) -> tuple[Rebalance, tuple[tuple[Piece, ...], ...]]:
-    """The linear layout of a pass.
-
-    Returns:
-        The rebalancing from the attention layout, and for every rank its tokens in the linear layout, in row order.
-    """
-    moves = rebalance_to_linear(plan, index)
-    return moves, rebalanced_pieces([list(plan.pieces(index, rank)) for rank in range(plan.topology.ranks)], moves)
+def linear_layout(plan: Plan, index: int = 0) -> tuple[tuple[Piece, ...], ...]:
+    """The tokens of every rank in the linear layout of a pass, in row order."""
+    pieces = [list(plan.pieces(index, rank)) for rank in range(plan.topology.ranks)]
+    return rebalanced_pieces(pieces, rebalance_to_linear(plan, index))
 
 
 def rebalanced_pieces(pieces: Sequence[Sequence[Piece]], moves: Rebalance) -> tuple[tuple[Piece, ...], ...]:
@@ -174,10 +168,8 @@ def _even_targets(tokens: Sequence[int], topology: Topology) -> list[int]:
     for saves in ("node", "rank", "none"):
         for rank in sorted(range(topology.ranks), key=lambda rank: (tokens[rank] <= share, rank)):
             node = topology.node_of(rank)
-            fits = (
-                saves == "none" or (saves == "node" and excess[node] > 0) or (saves == "rank" and tokens[rank] > share)
-            )
-            if extra and target[rank] == share and fits:
+            fits = {"node": excess[node] > 0, "rank": tokens[rank] > share, "none": True}
+            if extra and target[rank] == share and fits[saves]:
                 target[rank] += 1
                 excess[node] -= 1
                 extra -= 1

@@ -14,13 +14,9 @@ class Topology:
     """Nodes of equal size. Rank r is device `r % devices_per_node` of node `r // devices_per_node`.
 
     Attributes:
-        nodes: number of nodes.
-        devices_per_node: ranks in each node.
         nics_per_node: NICs of a node. Device d is adjacent to NIC `d * nics_per_node // devices_per_node`.
-        intra_gbps: bandwidth between two devices of a node, GB/s in one direction.
-        inter_gbps: bandwidth of one NIC, GB/s in one direction.
-        intra_latency_us: time of an empty message inside a node, microseconds.
-        inter_latency_us: time of an empty message between nodes, microseconds.
+        intra_gbps, inter_gbps: bandwidth between two devices of a node, and of one NIC, GB/s in one direction.
+        intra_latency_us, inter_latency_us: time of an empty message inside a node, and between nodes, microseconds.
         routing: transfers between nodes may use all NICs of a node (`schedules.varlen.message_order`).
 
     Raises:
@@ -50,6 +46,16 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
+
+    def is_inter(self, source: int, to: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return self.node_of(source) != self.node_of(to)
+
+    def link(self, source: int, to: int) -> tuple[float, float]:
+        """Bandwidth in GB/s and latency in microseconds of the link between two ranks."""
+        if self.is_inter(source, to):
+            return self.inter_gbps, self.inter_latency_us
+        return self.intra_gbps, self.intra_latency_us
 
     def nic_of(self, rank: int) -> int:
         """The NIC, numbered within its node, that is adjacent to a rank."""
@@ -94,15 +100,12 @@ class CostModel:
         A zigzag share has as many early as late tokens, so its queries see (length + 1) / 2 keys on average for every
         share size. `tokens == length` is the whole document.
         """
-        if tokens == 0:
-            return 0
-        return max(self.floor_fs, tokens * ((length + 1) * self.pair_fs + 2 * self.token_fs) // 2)
+        attention_fs = tokens * ((length + 1) * self.pair_fs + 2 * self.token_fs) // 2
+        return max(self.floor_fs, attention_fs) if tokens else 0
 
     def attention_fs(self, pairs: int, tokens: int) -> int:
         """Time of attention for `tokens` queries with `pairs` query-key pairs."""
-        if tokens == 0:
-            return 0
-        return max(self.floor_fs, pairs * self.pair_fs + tokens * self.token_fs)
+        return max(self.floor_fs, pairs * self.pair_fs + tokens * self.token_fs) if tokens else 0
 
     def ring_fs(self, tokens: int, hops: int, topology: Topology, *, inter: bool) -> int:
         """Time to receive the keys and values of `tokens` tokens in `hops` ring steps."""

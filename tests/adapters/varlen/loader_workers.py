@@ -71,7 +71,7 @@ def batches(
     found = []
     for batch in (next(loader) for _ in range(count)):
         rows = rows_of(batch)
-        _, layout = linear_layout(batch.plan)
+        layout = linear_layout(batch.plan)
         own = [(p.document, at) for p in layout[group.rank()] for at in range(p.start, p.stop)]
         assert [row[:2] for row in rows] == own, "the rows are in the order of the plan"
         found.append((batch.tokens.shape[1], rows))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import CapacityError, Topology, balance, partition
-from megatron_overlap.schedules.varlen.partition import all_gather, ring_over_all
+from megatron_overlap.schedules.varlen.partition import ring_over_all
 from scripts.bench.document_lengths import DISTRIBUTIONS, sample
 from scripts.bench.placements import METHODS, hybrid, hybrid_stages, packing
 from tests.schedules.varlen.checks import check_plan
@@ -34,7 +34,7 @@ def test_ring_cuts_every_document_evenly() -> None:
     assert [len(ring.ranks) for ring in plan.passes[0].rings] == [4, 3, 4]
     assert max(plan.tokens(0)) - min(plan.tokens(0)) <= 1
     assert plan.exchange == "ring"
-    gathered = all_gather([1000, 3, 1, 17], Topology(2, 2), capacity=300)
+    gathered = METHODS["all_gather"]([1000, 3, 1, 17], Topology(2, 2), capacity=300)
     assert gathered.exchange == "all_gather"
     assert gathered.passes == plan.passes
     ring, gather = balance(plan), balance(gathered)

@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Topology
-from megatron_overlap.schedules.varlen.message_order import Route, plan_route
+from megatron_overlap.schedules.varlen.message_order import MessageScheduler, Route
 
 FAST_INSIDE = Topology(2, 8, 8, intra_gbps=360, inter_gbps=48)
+
+
+def plan_route(source: int, to: int, num_bytes: int, topology: Topology, max_nics: int | None = None) -> Route:
+    return MessageScheduler(topology, 1, max_nics).route(source, to, num_bytes)
 
 
 def check_paths(route: Route, source: int, to: int, topology: Topology) -> None:
