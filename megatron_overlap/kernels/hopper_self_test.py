@@ -58,8 +58,8 @@ def hopper_unsupported_reason(device: torch.device | int | None = None, deadline
 
 def static_unsupported_reason(device: torch.device | int | None = None) -> str:
     """Return why the Triton version or the device cannot run the Hopper kernels, or an empty string. Runs no kernel."""
-    if gluon_version.unsupported_reason():
-        return gluon_version.unsupported_reason()
+    if gluon_version.UNSUPPORTED_REASON:
+        return gluon_version.UNSUPPORTED_REASON
     if not torch.cuda.is_available():
         return "no CUDA device"
     capability = torch.cuda.get_device_capability(device)
