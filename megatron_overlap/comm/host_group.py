@@ -47,6 +47,11 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     return group
 
 
+def cause_of(error: RuntimeError) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class HostGroup:
     """All ranks of a process group, or some of them, connected by gloo whatever the backend of the group is.
 
@@ -124,10 +129,9 @@ class HostGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            cause = str(error).strip().splitlines() or [type(error).__name__]
             raise TransportError(
                 f"{self._name}: rank {self.ranks[self.rank]} waited {self._timeout_s:g} s for ranks "
-                f"{', '.join(map(str, self.ranks))}: {cause[0]}"
+                f"{', '.join(map(str, self.ranks))}: {cause_of(error)}"
             ) from error
 
     def _open(self) -> dist.ProcessGroupGloo:

@@ -109,10 +109,7 @@ class Rings:
     """The rings of a rank: to each peer in the arena of the peer, and from each peer in the own arena.
 
     Args:
-        backend: symmetric memory of the ranks.
         num_bytes: of the ring of one pair; the same on every rank. None divides `RING_BYTES` by the ranks.
-        sending: queue of the sends.
-        receiving: queue of the receives.
         waits: describes the waits of both queues.
 
     Raises:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -122,14 +123,14 @@ class SymmetricTransport:
 
     @property
     def bound_bytes(self) -> int:
-        """Twice the largest gathered activation so far: `num_bytes` without flags and staging."""
+        """Twice the largest gathered activation of the node so far: `num_bytes` without flags and staging."""
         return 2 * self._layout.slot_bytes if self._layout else 0
 
     def begin(self, slot_bytes: int, op: str) -> SymmetricOp:
         """Begin the next operation, which needs `slot_bytes`. Later work of the stream may write to slots of peers.
 
         Raises:
-            TransportError: a kernel of an earlier operation timed out, or an operation cannot start now.
+            TransportError: a kernel of an earlier operation timed out, or a CUDA graph is being captured.
         """
         prefix = f"{op}: rank {self.backend.ranks[self.rank]}"
         if int(self._status_seen):
@@ -137,8 +138,11 @@ class SymmetricTransport:
                 f"{prefix}: operation {int(self._status_seen)} of this group timed out waiting for a peer; its results "
                 "and all later ones are wrong; restart the run"
             )
-        if reason := self.backend.unsupported_reason():
-            raise TransportError(f"{prefix}: {reason}; use method p2p there")
+        if self.backend.is_capturing():
+            raise TransportError(
+                f"{prefix}: a CUDA graph is being captured; a replay would write the epoch of the capture to flags; "
+                "use method p2p there"
+            )
         if self._layout is None or self._layout.slot_bytes < slot_bytes:
             self._allocate(slot_bytes)
         self._epoch += 1
@@ -167,10 +171,11 @@ class SymmetricTransport:
 
         Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
         """
-        self.backend.join()
+        computing, copying = self.backend.computing, self.backend.copying
+        computing.after(copying.mark())
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.device)
-        self.backend.fork()
+        copying.after(computing.mark())
         return self._staging[:num_bytes]
 
     def _allocate(self, slot_bytes: int) -> None:
@@ -227,11 +232,9 @@ class SymmetricOp:
 
     def slot(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The slot of `peer` as a tensor."""
-        num_bytes = dtype.itemsize
-        for extent in shape:
-            num_bytes *= extent
         start = self._layout.slot(self.epoch)
-        return self._transport._views[peer][start : start + num_bytes].view(dtype).view(*shape)
+        stop = start + prod(shape) * dtype.itemsize
+        return self._transport._views[peer][start:stop].view(dtype).view(*shape)
 
     def addresses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Device tables for kernels: the addresses of the slots and of the flags of all ranks, int64 `[R]` each."""
@@ -256,8 +259,8 @@ class SymmetricOp:
         if mover == "pull":
             for peer in range(size):
                 backend.computing.write(self._ready(peer), rank, self.epoch)
-        backend.fork()
         copying = backend.copying
+        copying.after(backend.computing.mark())
         for distance in range(1, size):
             following, preceding = (rank + distance) % size, (rank - distance) % size
             to, source, owner = {
