@@ -149,12 +149,10 @@ class NcclP2PWork:
             transport._stream.wait_event(position)
             transport.recycle([position])
         with torch.cuda.stream(transport._stream):
-            self._enqueue(transfer)
+            self._enqueue(transfer, len(self._works))
 
-    def _enqueue(self, transfer: Transfer) -> None:
-        group, message = self._transport._group, transfer.message
-        device = self._transport._device
-        index = len(self._works)
+    def _enqueue(self, transfer: Transfer, index: int) -> None:
+        group, device, message = self._transport._group, self._transport._device, transfer.message
         start = self._timing.owner.mark() if self._timing is not None else None
         work = None
         try:

@@ -13,13 +13,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
 from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
-from megatron_overlap.ops.tensor_parallel.fused.linear import (
-    FusedMethod,
-    FusedTransport,
-    inside_host,
-    open_fused,
-    unsupported_fused_reason,
-)
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, FusedTransport, inside_host, open_fused
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
 
@@ -82,7 +76,7 @@ class FusedBackend:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         rows, ranks = call.x[..., 0].numel(), call.group.size()
-        reason = unsupported_fused_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
+        reason = FusedMethod.unsupported_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
         if reason is not None:
             return reason
         transport = self._transports.open(call.group)

@@ -112,8 +112,6 @@ class SymmetricBackend(Protocol):
         """Free all memory."""
 
 
-SENDING, RECEIVING, COMPUTING = range(3)
-"""The queues of a rank, which are positions of words in `Waits`."""
 _NUM_ONCE = 1 << 14
 """Waits that are enqueued once to remember: more than a host enqueues ahead of its device."""
 
@@ -145,6 +143,9 @@ class Waits:
 
     They are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
     """
+
+    SENDING, RECEIVING, COMPUTING = range(3)
+    """The queues of a rank."""
 
     def __init__(self, *, on_device: bool) -> None:
         pinned = on_device and torch.cuda.is_available()

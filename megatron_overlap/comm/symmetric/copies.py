@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import COMPUTING, SENDING, FlagStep, SymmetricBackend, Wait, Waits
+from megatron_overlap.comm.symmetric.backend import FlagStep, SymmetricBackend, Wait, Waits
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
 from megatron_overlap.comm.symmetric.rings import Piece, Rings
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
@@ -200,14 +200,14 @@ class CopyTransport:
                 message.lands = _at(buffer.data[plan.to], transfer.lands)
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
-                    note = self.waits.note(SENDING, wait, repeats=True)
+                    note = self.waits.note(Waits.SENDING, wait, repeats=True)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
-                note = self.waits.note(COMPUTING, Wait(op, index, plan), repeats=True)
+                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=True)
                 received_flags.append(FlagStep(words[self.rank], flag, False, note))
                 message.received = computing.prepare(received_flags[-1:])
                 if not num_received[source]:

@@ -151,7 +151,8 @@ class SymmetricTransport:
         operation = SymmetricOp(self, self._layout, self._epoch)
         # Before the kernels of this operation: beside a persistent grid, a waiting kernel might get no SM.
         if self._epoch > 2:
-            self.wait_all(operation.own_acknowledgements, self._epoch - 2)
+            acknowledgements = self._words(self.rank, self._layout.acknowledgements(self._epoch), self.size)
+            self.wait_all(acknowledgements, self._epoch - 2)
         return operation
 
     def wait_all(self, flags: torch.Tensor, epoch: int) -> None:
@@ -214,17 +215,8 @@ class SymmetricOp:
     def __init__(self, transport: SymmetricTransport, layout: ArenaLayout, epoch: int) -> None:
         self.epoch = epoch
         self._transport, self._layout = transport, layout
-
-    @property
-    def own_acknowledgements(self) -> torch.Tensor:
-        """Latest operation of this slot that each rank has acknowledged: int32 `[R]`, written by the peers."""
-        transport = self._transport
-        return transport._words(transport.rank, self._layout.acknowledgements(self.epoch), transport.size)
-
-    @property
-    def flags(self) -> torch.Tensor:
+        self.flags = self.flags_of(transport.rank)
         """Flags of this rank. The rank that copies a chunk sets its flag to `epoch`."""
-        return self.flags_of(self._transport.rank)
 
     def flags_of(self, peer: int) -> torch.Tensor:
         """Flags of `peer`."""

@@ -60,17 +60,6 @@ def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup],
     return inside if nodes.num_nodes == 1 else NodesTransport(inside, messages(group), nodes)
 
 
-def unsupported_fused_reason(x: torch.Tensor, num_rows: int, num_ranks: int) -> str | None:
-    """Return why one call cannot use the fused kernels; None if it can."""
-    if x.device.type != "cuda":
-        return f"fused kernels need CUDA, not {x.device.type}"
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"fused kernels compute in bf16 and fp16, not {x.dtype}"
-    if num_rows < num_ranks:
-        return f"{num_rows} rows are fewer than {num_ranks} ranks"
-    return None
-
-
 class IntraNodeGather:
     """An all-gather by copies, started by the constructor; see `Gather`. `finish` launches the kernels on its rows."""
 
@@ -213,6 +202,17 @@ class FusedMethod(LinearMethod):
     def __init__(self, transport: FusedTransport, plan: FusedPlan | None = None) -> None:
         self.transport, self.plan = transport, plan or FusedPlan()
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
+
+    @staticmethod
+    def unsupported_reason(x: torch.Tensor, num_rows: int, num_ranks: int) -> str | None:
+        """Return why one call cannot use the fused kernels; None if it can."""
+        if x.device.type != "cuda":
+            return f"fused kernels need CUDA, not {x.device.type}"
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return f"fused kernels compute in bf16 and fp16, not {x.dtype}"
+        if num_rows < num_ranks:
+            return f"{num_rows} rows are fewer than {num_ranks} ranks"
+        return None
 
     def gather(
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False

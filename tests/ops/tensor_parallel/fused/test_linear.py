@@ -119,7 +119,7 @@ MUTANTS = {
     ),
     "one acknowledgement is enough": (
         "push",
-        Edit("comm.symmetric.transport", "operation.own_acknowledgements,", "operation.own_acknowledgements[:1],"),
+        Edit("comm.symmetric.transport", "self.wait_all(acknowledgements,", "self.wait_all(acknowledgements[:1],"),
     ),
     "acknowledged before it is summed": (
         "push",
