@@ -41,8 +41,7 @@ class GlooTransport:
     collectives = None
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.buffer_pool = BufferPool()
         self.exposed_s = 0.0
         self.trace, self.channel, self.flight_recorder = options.trace, options.channel, options.flight_recorder
@@ -136,15 +135,10 @@ class GlooP2PWork:
     """See `P2PWork`."""
 
     def __init__(self, transport: GlooTransport, transfers: Sequence[Transfer], op: str, tag: int) -> None:
-        self._transport = transport
-        self._transfers = transfers
-        self._op = op
-        self._tag = tag
+        self._transport, self._transfers, self._op, self._tag = transport, transfers, op, tag
         self._changed = transport.changed
-        self._work_done = 0
         self._received = [transfer.recv.numel() == 0 for transfer in transfers]
-        self._num_received = 0
-        self._num_posted = 0
+        self._work_done = self._num_received = self._num_posted = 0
         self._sends: dict[int, list[dist.Work]] = {}
         trace, number = transport.trace, tag // _TAGS_PER_OP
         self._events = trace.operation(transport.ranks, transport.channel, number, op) if trace is not None else None

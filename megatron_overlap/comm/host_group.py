@@ -66,8 +66,7 @@ class HostGroup:
         name: names the purpose in error messages.
 
     Attributes:
-        rank: number of this rank among the connected ranks.
-        size: number of connected ranks.
+        rank, size: number of this rank among the connected ranks, and their number.
         ranks: global numbers of the connected ranks.
         store: key-value store that exactly the connected ranks share.
         group: the process group if all its ranks are connected, else None.

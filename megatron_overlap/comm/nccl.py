@@ -34,14 +34,13 @@ class NcclTransport:
     on_device = True
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.exposed_s = 0.0
         self._channel = options.channel
         self._timing = CudaEvents(options.trace) if options.trace is not None else None
         self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = self._device = torch.device("cuda", torch.cuda.current_device())
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         limit_s = options.timeout_s
         nccl_options._timeout = timedelta(seconds=limit_s) if limit_s else group._get_backend(device).options._timeout
@@ -51,7 +50,6 @@ class NcclTransport:
         self._group = dist.ProcessGroup(store, self.rank, self.size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-        self._device = device
         # torch creates the communicator at the first message otherwise, and blocks the host until all ranks have one. A
         # rank whose first messages are empty would let its peers wait.
         backend.eager_connect_single_device(device)
@@ -111,9 +109,7 @@ class NcclP2PWork:
     """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued."""
 
     def __init__(self, transport: NcclTransport, transfers: Sequence[Transfer], op: str) -> None:
-        self._transport = transport
-        self._transfers = transfers
-        self._op = op
+        self._transport, self._transfers, self._op = transport, transfers, op
         self._timing = transport._events(op)
         self._works: list[dist.Work | None] = []
         # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.

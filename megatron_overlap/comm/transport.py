@@ -17,7 +17,6 @@ class TransportError(RuntimeError):
     """A message did not arrive. The text names the peer, the operation and the chunk.
 
     Args:
-        text: the message for the user.
         peer: global rank of the peer that failed; -1 if the failure names no single peer.
 
     Attributes:
@@ -59,9 +58,6 @@ class Transfer:
     """The contiguous tensors of one message. An empty `send` or `recv` is not transferred in that direction.
 
     Attributes:
-        message: chunks and peers.
-        send: tensor to send.
-        recv: tensor to receive into.
         extra_send: further tensors for the same peer, such as the scales of a quantised chunk. None is sent if `send`
             is empty.
         extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. None is received if

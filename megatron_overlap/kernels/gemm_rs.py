@@ -150,7 +150,6 @@ def sum_received(
         tiles: tiles of the own rows, cut by `SUM_ROWS`.
         waits: flags, int32 `[R * parts]`; flag `source * parts + part` is set when that chunk is received.
         parts: chunks per shard.
-        num_programs: blocks of the persistent grid.
 
     Raises:
         ValueError: shapes do not fit.

@@ -88,13 +88,13 @@ def newest(capability: int) -> int:
     return known[-1]
 
 
-def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int, other: bool = False) -> GemmConfig:
-    """Return the tile shape of a GEMM.
+def config_for(
+    capability: int, rows: int, columns: int, depth: int, *, num_programs: int, other: bool = False
+) -> GemmConfig:
+    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]`.
 
     Args:
         capability: 10 times the compute capability. A capability newer than `ARCHITECTURES` uses the newest of them.
-        aligned: columns and depth are multiples of `ALIGNMENT`.
-        num_tiles: tiles of the whole GEMM, in tiles of `ALIGNED`.
         num_programs: blocks of the persistent grid.
         other: return the aligned shape that this rule does not select.
 
@@ -102,8 +102,9 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
         ValueError: the device is older than sm_80.
     """
     arch = newest(capability)
-    if not aligned:
+    if columns % ALIGNMENT or depth % ALIGNMENT:
         return ODD[arch]
+    num_tiles = triton.cdiv(rows, ALIGNED[arch].block_m) * triton.cdiv(columns, ALIGNED[arch].block_n)
     wide = num_tiles >= 2 * num_programs
     return (ALIGNED if wide != other else ALIGNED_SMALL)[arch]
 

@@ -53,7 +53,6 @@ def flash_forward(
         k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head.
         v: `[B, Hkv, m, D]`.
         causal: query i sees keys 0..i.
-        scale: factor of the scores.
         tile_mask: a mask of this tile.
 
     Returns:

@@ -167,17 +167,17 @@ class SymmetricTransport:
         """Flags of the chunks in `staging`, int32: a chunk is complete when its flag is `epoch`."""
         return self._staged_flags[epoch % 2]
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Memory of this rank for chunks to send by copies, after all earlier copies from it.
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of this rank, `shape`, for chunks to send by copies, after all earlier copies from it.
 
         Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
         """
-        computing, copying = self.backend.computing, self.backend.copying
+        computing, copying, num_bytes = self.backend.computing, self.backend.copying, prod(shape) * dtype.itemsize
         computing.after(copying.mark())
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.device)
         copying.after(computing.mark())
-        return self._staging[:num_bytes]
+        return self._staging[:num_bytes].view(dtype).view(*shape)
 
     def _allocate(self, slot_bytes: int) -> None:
         """Replace the arena by a larger one, on all ranks at the same operation. The old one must be idle."""

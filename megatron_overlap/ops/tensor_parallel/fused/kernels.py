@@ -78,11 +78,8 @@ class Hopper:
             from megatron_overlap.kernels.hopper_self_test import hopper_unsupported_reason
 
             device = transport.backend.device
-            transport.tables["hopper"] = cls(
-                hopper_unsupported_reason(device)
-                if device.type == "cuda"
-                else f"Hopper kernels need CUDA, not {device.type}"
-            )
+            reason = f"Hopper kernels need CUDA, not {device.type}"
+            transport.tables["hopper"] = cls(hopper_unsupported_reason(device) if device.type == "cuda" else reason)
         found: Hopper = transport.tables["hopper"]
         return found
 
@@ -131,18 +128,11 @@ class FusedKernels:
 
     def config(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> GemmConfig:
         """The tile shape of `a @ b`. It selects the kernel."""
-        from megatron_overlap.kernels.launch import ALIGNED, ALIGNMENT, config_for, newest
+        from megatron_overlap.kernels.launch import config_for
 
-        capability = self._transport.backend.capability
-        wide = ALIGNED[newest(capability)]
+        capability, other = self._transport.backend.capability, self._plan.tiles == "other"
         depth, columns = b.shape
-        config = config_for(
-            capability,
-            aligned=columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0,
-            num_tiles=-(-a.shape[0] // wide.block_m) * -(-columns // wide.block_n),
-            num_programs=self.programs,
-            other=self._plan.tiles == "other",
-        )
+        config = config_for(capability, a.shape[0], columns, depth, num_programs=self.programs, other=other)
         return config if self._hopper is None else self._hopper.config(a, b, config, out)
 
     def wgrad_config(self, w: torch.Tensor) -> Any:

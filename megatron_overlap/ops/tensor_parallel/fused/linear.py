@@ -140,10 +140,7 @@ class IntraNodeScatter:
         self._dtype = a.dtype
         slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(slot_bytes, op)
-        staged = None
-        if plan.stores == "staged":
-            staged = transport.staging(transport.size * slot_rows * b.shape[1] * a.itemsize)
-            staged = staged.view(a.dtype).view(*self._recv_shape)
+        staged = transport.staging(self._recv_shape, a.dtype) if plan.stores == "staged" else None
         recv_buffers, flags = self._op.addresses() if staged is None else self._staged_addresses(staged)
         config = self._kernels.config(a, b)
         epoch, parts = self._op.epoch, self._layout.chunks_per_rank
