@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 if a kernel fails a check")
     parser.add_argument("--edit", help="module|old|new: compile an edited copy, to test the checks")
     options = parser.parse_args()
-    hopper = [] if gluon_version.unsupported_reason() else shipped_for_hopper()
+    hopper = [] if gluon_version.UNSUPPORTED_REASON else shipped_for_hopper()
     variants = [each for each in [*shipped(), *hopper] if options.arch in (None, each.arch)]
     if options.name:
         variants = [each for name in options.name for each in variants if each.name == name]

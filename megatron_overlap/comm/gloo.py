@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.host_group import connect_gloo, store_beside
-from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
+from megatron_overlap.comm.host_group import cause_of, connect_gloo, store_beside
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions, message_text
 
 # A tag has 31 bits: messages of one operation, and operations before tags repeat.
 _TAGS_PER_OP = 1 << 13
@@ -37,21 +37,12 @@ class GlooTransport:
         TransportError: a rank did not connect within the deadline.
     """
 
-    copy_engines = capturable = False
-    on_device = False
-    prepares = False
+    copy_engines = on_device = capturable = prepares = False
     collectives = None
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        options: TransportOptions = DEFAULT_OPTIONS,
-        *,
-        buffer_pool: BufferPool | None = None,
-    ) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.buffer_pool = buffer_pool if buffer_pool is not None else BufferPool()
+    def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.buffer_pool = BufferPool()
         self.exposed_s = 0.0
         self.trace, self.channel, self.flight_recorder = options.trace, options.channel, options.flight_recorder
         self.ranks = dist.get_process_group_ranks(group)
@@ -84,7 +75,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {self.ranks[self.rank]} could not connect to all of ranks "
-                f"{', '.join(map(str, self.ranks))} within {self.timeout_s:g} s: {_cause(error)}"
+                f"{', '.join(map(str, self.ranks))} within {self.timeout_s:g} s: {cause_of(error)}"
             ) from error
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
@@ -144,15 +135,10 @@ class GlooP2PWork:
     """See `P2PWork`."""
 
     def __init__(self, transport: GlooTransport, transfers: Sequence[Transfer], op: str, tag: int) -> None:
-        self._transport = transport
-        self._transfers = transfers
-        self._op = op
-        self._tag = tag
+        self._transport, self._transfers, self._op, self._tag = transport, transfers, op, tag
         self._changed = transport.changed
-        self._work_done = 0
         self._received = [transfer.recv.numel() == 0 for transfer in transfers]
-        self._num_received = 0
-        self._num_posted = 0
+        self._work_done = self._num_received = self._num_posted = 0
         self._sends: dict[int, list[dist.Work]] = {}
         trace, number = transport.trace, tag // _TAGS_PER_OP
         self._events = trace.operation(transport.ranks, transport.channel, number, op) if trace is not None else None
@@ -171,7 +157,7 @@ class GlooP2PWork:
             try:
                 self._receives.append([group.recv([tensor], source, tag + index) for tensor in tensors])
             except RuntimeError as error:
-                self._fail(self._receiving(index), source, error)
+                self._fail(index, error)
                 raise self._failure() from error
 
     def mark_ready(self, work_done: int) -> None:
@@ -197,7 +183,7 @@ class GlooP2PWork:
                 for work in works:
                     work.wait()
             except RuntimeError as error:
-                self._fail(self._sending(index), self._transfers[index].message.to, error)
+                self._fail(index, error, sends=True)
                 raise self._failure() from error
         self._count_exposed(start)
         if self._record is not None and transport.flight_recorder is not None:
@@ -214,8 +200,7 @@ class GlooP2PWork:
                 # after a thread has died. A slow link that makes progress extends the wait.
                 stuck = not self._changed.wait(transport.timeout_s + _GRACE_S) and transport.progress == seen
                 if stuck and not ready() and transport.broken is None:
-                    source = self._transfers[message].message.source
-                    self._fail(self._receiving(message), source, RuntimeError("no message made progress"))
+                    self._fail(message, RuntimeError("no message made progress"))
                 seen = transport.progress
         self._count_exposed(start, message)
         if not ready():
@@ -230,14 +215,6 @@ class GlooP2PWork:
             error.explained = True
         return error
 
-    def _receiving(self, index: int) -> str:
-        owner, part = self._transfers[index].message.recv
-        return f"receive message {index} (chunk {part} of rank {self._transport.ranks[owner]}) from"
-
-    def _sending(self, index: int) -> str:
-        owner, part = self._transfers[index].message.send
-        return f"send message {index} (chunk {part} of rank {self._transport.ranks[owner]}) to"
-
     def _count_exposed(self, start_s: float, message: int = 0) -> None:
         """Count the time from `start_s` until now as exposed."""
         took_s = time.perf_counter() - start_s
@@ -250,13 +227,12 @@ class GlooP2PWork:
         for index, transfer in enumerate(self._transfers):
             if transfer.message.source != peer:
                 continue
-            works = self._receives[index]
-            if works:
+            if self._receives[index]:
                 try:
-                    for work in works:
+                    for work in self._receives[index]:
                         work.wait()
                 except RuntimeError as error:
-                    self._fail(self._receiving(index), peer, error)
+                    self._fail(index, error)
                     return
                 if self._events is not None:
                     self._events.received(index, peer, transfer.recv_bytes)
@@ -290,26 +266,22 @@ class GlooP2PWork:
                 tensors = transfer.send, *transfer.extra_send
                 self._sends[index] = [group.send([tensor], to, tag) for tensor in tensors]
         except RuntimeError as error:
-            self._fail(self._sending(index), transfer.message.to, error)
+            self._fail(index, error, sends=True)
         with self._changed:
             self._num_posted += 1
             self._transport.progress += 1
             if self._num_posted == len(self._transfers):
                 self._changed.notify_all()
 
-    def _fail(self, what: str, peer: int, error: RuntimeError) -> None:
-        transport = self._transport
+    def _fail(self, index: int, error: RuntimeError, *, sends: bool = False) -> None:
+        transport, message = self._transport, self._transfers[index].message
         with self._changed:
             if transport.broken is None:
                 # The first failure is the cause: gloo then closes the connection, and other messages fail as well.
+                what = message_text(message, index, transport.ranks, sends=sends)
                 transport.broken = TransportError(
                     f"{self._op}: rank {transport.ranks[transport.rank]} could not {what} "
-                    f"rank {transport.ranks[peer]} within {transport.timeout_s:g} s: {_cause(error)}",
-                    peer=transport.ranks[peer],
+                    f"within {transport.timeout_s:g} s: {cause_of(error)}",
+                    peer=transport.ranks[message.to if sends else message.source],
                 )
             self._changed.notify_all()
-
-
-def _cause(error: RuntimeError) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -47,6 +47,11 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     return group
 
 
+def cause_of(error: RuntimeError) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class HostGroup:
     """All ranks of a process group, or some of them, connected by gloo whatever the backend of the group is.
 
@@ -61,8 +66,7 @@ class HostGroup:
         name: names the purpose in error messages.
 
     Attributes:
-        rank: number of this rank among the connected ranks.
-        size: number of connected ranks.
+        rank, size: number of this rank among the connected ranks, and their number.
         ranks: global numbers of the connected ranks.
         store: key-value store that exactly the connected ranks share.
         group: the process group if all its ranks are connected, else None.
@@ -124,10 +128,9 @@ class HostGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            cause = str(error).strip().splitlines() or [type(error).__name__]
             raise TransportError(
                 f"{self._name}: rank {self.ranks[self.rank]} waited {self._timeout_s:g} s for ranks "
-                f"{', '.join(map(str, self.ranks))}: {cause[0]}"
+                f"{', '.join(map(str, self.ranks))}: {cause_of(error)}"
             ) from error
 
     def _open(self) -> dist.ProcessGroupGloo:

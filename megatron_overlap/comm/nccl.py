@@ -30,19 +30,17 @@ class NcclTransport:
         TransportError: `register_buffers` is set, and this torch cannot register buffers.
     """
 
-    copy_engines = capturable = False
+    copy_engines = capturable = prepares = False
     on_device = True
-    prepares = False
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.exposed_s = 0.0
         self._channel = options.channel
         self._timing = CudaEvents(options.trace) if options.trace is not None else None
         self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = self._device = torch.device("cuda", torch.cuda.current_device())
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         limit_s = options.timeout_s
         nccl_options._timeout = timedelta(seconds=limit_s) if limit_s else group._get_backend(device).options._timeout
@@ -52,7 +50,6 @@ class NcclTransport:
         self._group = dist.ProcessGroup(store, self.rank, self.size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-        self._device = device
         # torch creates the communicator at the first message otherwise, and blocks the host until all ranks have one. A
         # rank whose first messages are empty would let its peers wait.
         backend.eager_connect_single_device(device)
@@ -68,17 +65,13 @@ class NcclTransport:
         return self
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> NcclP2PWork:
-        return NcclP2PWork(self, transfers, op, self._events(op))
+        return NcclP2PWork(self, transfers, op)
 
     def all_gather(self, shard: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
-        """See `Collectives`."""
-        start = partial(self._group._allgather_base, into, shard)
-        return NcclCollective(self, start, into, shard, op, self._events(op))
+        return NcclCollective(self, partial(self._group._allgather_base, into, shard), into, shard, op)
 
     def reduce_scatter(self, rows: torch.Tensor, into: torch.Tensor, op: str) -> NcclCollective:
-        """See `Collectives`."""
-        start = partial(self._group._reduce_scatter_base, into, rows)
-        return NcclCollective(self, start, rows, into, op, self._events(op))
+        return NcclCollective(self, partial(self._group._reduce_scatter_base, into, rows), rows, into, op)
 
     def _events(self, op: str) -> CudaWorkEvents | None:
         self._num_p2p_works += 1
@@ -115,13 +108,9 @@ def _registered_pool(backend: Any, device: torch.device) -> Any:
 class NcclP2PWork:
     """See `P2PWork`. Enqueues messages in order, each when its send is ready and the work that hides it is enqueued."""
 
-    def __init__(
-        self, transport: NcclTransport, transfers: Sequence[Transfer], op: str, timing: CudaWorkEvents | None
-    ) -> None:
-        self._transport = transport
-        self._transfers = transfers
-        self._op = op
-        self._timing = timing
+    def __init__(self, transport: NcclTransport, transfers: Sequence[Transfer], op: str) -> None:
+        self._transport, self._transfers, self._op = transport, transfers, op
+        self._timing = transport._events(op)
         self._works: list[dist.Work | None] = []
         # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.
         self._positions: list[tuple[int, torch.cuda.Event]] = []
@@ -156,12 +145,10 @@ class NcclP2PWork:
             transport._stream.wait_event(position)
             transport.recycle([position])
         with torch.cuda.stream(transport._stream):
-            self._enqueue(transfer)
+            self._enqueue(transfer, len(self._works))
 
-    def _enqueue(self, transfer: Transfer) -> None:
-        group, message = self._transport._group, transfer.message
-        device = self._transport._device
-        index = len(self._works)
+    def _enqueue(self, transfer: Transfer, index: int) -> None:
+        group, device, message = self._transport._group, self._transport._device, transfer.message
         start = self._timing.owner.mark() if self._timing is not None else None
         work = None
         try:
@@ -219,23 +206,14 @@ class NcclCollective:
     """See `CollectiveWork`. In a trace it is one message to the next rank, as in a ring.
 
     Args:
-        transport: of the ranks.
         start: enqueues the collective after the work of the current stream.
         whole, own: rows of all ranks, and of this rank. Each rank sends and receives the difference of their sizes.
-        op: name in error messages.
-        timing: records the events of a trace.
     """
 
     def __init__(
-        self,
-        transport: NcclTransport,
-        start: Callable[[], dist.Work],
-        whole: torch.Tensor,
-        own: torch.Tensor,
-        op: str,
-        timing: CudaWorkEvents | None,
+        self, transport: NcclTransport, start: Callable[[], dist.Work], whole: torch.Tensor, own: torch.Tensor, op: str
     ) -> None:
-        self._timing = timing
+        self._timing = timing = transport._events(op)
         try:
             if timing is None:
                 self._work = start()
@@ -260,7 +238,6 @@ class NcclCollective:
             raise TransportError(f"{text}: {error}") from error
 
     def wait(self) -> None:
-        """See `CollectiveWork`."""
         if self._timing is None:
             self._work.wait()
             return
@@ -268,18 +245,6 @@ class NcclCollective:
         self._work.wait()
         self._timing.add(Kind.WAIT, start, 0)
         self._timing.add(Kind.OP, self._timing.began)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """Two positions of a stream and the interval between them; `transfer` is set for a message."""
-
-    p2p_work: WorkEvents
-    kind: Kind
-    message: int
-    transfer: Transfer | None
-    start: torch.cuda.Event
-    stop: torch.cuda.Event
 
 
 class CudaEvents:
@@ -290,12 +255,15 @@ class CudaEvents:
 
     Args:
         trace: receives the events. Taking it synchronises the device, so take it between steps.
+
+    Attributes:
+        intervals: two positions of a stream, and a function that records the times in ns at which it reached them.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._free: list[torch.cuda.Event] = []
-        self._pairs: list[_Pair] = []
+        self.intervals: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[int, int], None]]] = []
         trace.settle.append(self._settle)
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> CudaWorkEvents:
@@ -308,31 +276,18 @@ class CudaEvents:
         event.record()
         return event
 
-    def store(self, pair: _Pair) -> None:
-        """Store a pair until the trace is taken."""
-        self._pairs.append(pair)
-
     def _settle(self) -> None:
-        if not self._pairs:
+        if not self.intervals:
             return
         torch.cuda.synchronize()
         reference = self.mark()
         reference.synchronize()
         now = self._trace.clock()
-        for pair in self._pairs:
-            start, stop = (now - round(event.elapsed_time(reference) * 1e6) for event in (pair.start, pair.stop))
-            if pair.transfer is None:
-                pair.p2p_work.span(pair.kind, start, stop, pair.message)
-            else:
-                message = pair.transfer.message
-                if pair.transfer.send.numel():
-                    pair.p2p_work.message(Kind.SENT, start, start, pair.message, message.to, pair.transfer.send_bytes)
-                if pair.transfer.recv.numel():
-                    pair.p2p_work.message(
-                        Kind.RECEIVED, start, stop, pair.message, message.source, pair.transfer.recv_bytes
-                    )
-            self._free += [pair.start, pair.stop]
-        self._pairs.clear()
+        for start, stop, record in self.intervals:
+            start_ns, stop_ns = (now - round(event.elapsed_time(reference) * 1e6) for event in (start, stop))
+            record(start_ns, stop_ns)
+            self._free += [start, stop]
+        self.intervals.clear()
         self._free.append(reference)
 
 
@@ -346,4 +301,15 @@ class CudaWorkEvents:
 
     def add(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
         """Record an event of the current stream from `start` until now: a wait, the operation, or `transfer`."""
-        self.owner.store(_Pair(self.events, kind, message, transfer, start, self.owner.mark()))
+        record = partial(self._record, kind, message, transfer)
+        self.owner.intervals.append((start, self.owner.mark(), record))
+
+    def _record(self, kind: Kind, message: int, transfer: Transfer | None, start_ns: int, stop_ns: int) -> None:
+        if transfer is None:
+            self.events.span(kind, start_ns, stop_ns, message)
+            return
+        if transfer.send.numel():
+            self.events.message(Kind.SENT, start_ns, start_ns, message, transfer.message.to, transfer.send_bytes)
+        if transfer.recv.numel():
+            source = transfer.message.source
+            self.events.message(Kind.RECEIVED, start_ns, stop_ns, message, source, transfer.recv_bytes)

@@ -1,7 +1,8 @@
 """Protocols of point-to-point transports: ordered messages between the ranks of one group, beside the computation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, overload
 
 import torch
@@ -16,7 +17,6 @@ class TransportError(RuntimeError):
     """A message did not arrive. The text names the peer, the operation and the chunk.
 
     Args:
-        text: the message for the user.
         peer: global rank of the peer that failed; -1 if the failure names no single peer.
 
     Attributes:
@@ -58,9 +58,6 @@ class Transfer:
     """The contiguous tensors of one message. An empty `send` or `recv` is not transferred in that direction.
 
     Attributes:
-        message: chunks and peers.
-        send: tensor to send.
-        recv: tensor to receive into.
         extra_send: further tensors for the same peer, such as the scales of a quantised chunk. None is sent if `send`
             is empty.
         extra_recv: further tensors to receive, as many as the peer sends, with equal sizes. None is received if
@@ -87,20 +84,25 @@ class Transfer:
         return self.recv.nbytes + sum(tensor.nbytes for tensor in self.extra_recv)
 
 
+def message_text(message: Message, number: int, ranks: Sequence[int], *, sends: bool) -> str:
+    """Return the send or the receive of message `number` in words, with the global numbers of `ranks`."""
+    (owner, part), peer = (message.send, message.to) if sends else (message.recv, message.source)
+    way = ("send", "to") if sends else ("receive", "from")
+    return f"{way[0]} message {number} (chunk {part} of rank {ranks[owner]}) {way[1]} rank {ranks[peer]}"
+
+
+@dataclass(slots=True, eq=False)
 class Repeated:
     """An operation that is repeated with the same buffers, and each time with other own rows.
 
-    Args:
-        build: returns the transfers of the own rows of a call. A send is rows of them, or of a buffer.
-
     Attributes:
+        build: returns the transfers of the own rows of a call. A send is rows of them, or of a buffer.
         prepared: what a transport derives from the transfers, apart from the own rows, by name of the operation; set by
             the first call.
     """
 
-    def __init__(self, build: Callable[[torch.Tensor | None], Sequence[Transfer]]) -> None:
-        self.build = build
-        self.prepared: dict[str, Any] = {}
+    build: Callable[[torch.Tensor | None], Sequence[Transfer]]
+    prepared: dict[str, Any] = field(default_factory=dict)
 
 
 class Exchange(Sequence[Transfer]):
@@ -114,22 +116,20 @@ class Exchange(Sequence[Transfer]):
 
     def __init__(self, repeated: Repeated, own: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
         self.repeated, self.own, self.into = repeated, own, into
-        self._transfers: Sequence[Transfer] | None = None
 
+    @cached_property
     def _built(self) -> Sequence[Transfer]:
-        if self._transfers is None:
-            self._transfers = self.repeated.build(self.own)
-        return self._transfers
+        return self.repeated.build(self.own)
 
     def __len__(self) -> int:
-        return len(self._built())
+        return len(self._built)
 
     @overload
     def __getitem__(self, index: int) -> Transfer: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Transfer]: ...
     def __getitem__(self, index: int | slice) -> Transfer | Sequence[Transfer]:
-        return self._built()[index]
+        return self._built[index]
 
 
 class P2PWork(Protocol):

@@ -16,34 +16,11 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 
 @triton.jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
 def ag_gemm_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    flags_ptr,
-    status_ptr,
-    epoch,
-    num_first_tiles,
-    num_row_tiles,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_om,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-):
+    a_ptr, b_ptr, bias_ptr, out_ptr, tiles_ptr, flags_ptr, status_ptr, epoch, num_first_tiles, num_row_tiles,
+    N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_om,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, MAX_POLLS: tl.constexpr,
+):  # fmt: skip
     num_columns = tl.cdiv(N, BLOCK_N)
     # flatten=False: Triton does not pipeline the inner loop of a flattened nest that contains a wait.
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
@@ -71,16 +48,9 @@ def ag_gemm_kernel(
 
 
 def ag_gemm(
-    gathered: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tiles: RowTiles,
-    waits: Waits,
-    config: GemmConfig,
-    num_programs: int,
-) -> None:
+    gathered: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, *,
+    tiles: RowTiles, waits: Waits, config: GemmConfig, num_programs: int,
+) -> None:  # fmt: skip
     """Enqueue `out = gathered @ b + bias` on the current stream.
 
     Forward of a column-parallel layer with `b = w.t()`, dgrad of a row-parallel one with `b = w`.

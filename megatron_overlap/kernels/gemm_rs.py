@@ -17,33 +17,11 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 
 @triton.jit(do_not_specialize=["epoch", "first_flag", "num_first_tiles", "num_row_tiles"])
 def gemm_to_owners_kernel(
-    a_ptr,
-    b_ptr,
-    recv_buffers_ptr,
-    flags_ptr,
-    counters_ptr,
-    tiles_ptr,
-    epoch,
-    slot_offset,
-    first_flag,
-    num_first_tiles,
-    num_row_tiles,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    DTYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    a_ptr, b_ptr, recv_buffers_ptr, flags_ptr, counters_ptr, tiles_ptr, epoch, slot_offset, first_flag,
+    num_first_tiles, num_row_tiles, N, K, stride_am, stride_ak, stride_bk, stride_bn, DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     num_columns = tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0), flatten=False):
         row_tile, column_tile = primitives.place_by_owner(index, num_first_tiles, num_row_tiles, num_columns, GROUP)
@@ -73,22 +51,10 @@ def gemm_to_owners_kernel(
 
 @triton.jit(do_not_specialize=["epoch", "num_row_tiles", "parts"])
 def sum_received_kernel(
-    recv_buffer_ptr,
-    out_ptr,
-    tiles_ptr,
-    flags_ptr,
-    status_ptr,
-    epoch,
-    num_row_tiles,
-    slot_stride,
-    N,
-    parts,
-    NUM_RANKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EVEN_N: tl.constexpr,
+    recv_buffer_ptr, out_ptr, tiles_ptr, flags_ptr, status_ptr, epoch, num_row_tiles, slot_stride, N, parts,
+    NUM_RANKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
     MAX_POLLS: tl.constexpr,
-):
+):  # fmt: skip
     num_columns = tl.cdiv(N, BLOCK_N)
     for index in tl.range(tl.program_id(0), num_row_tiles * num_columns, tl.num_programs(0)):
         tile = tiles_ptr + index // num_columns * primitives.COLUMNS
@@ -148,13 +114,7 @@ class Owners:
 
 
 def gemm_to_owners(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    tiles: RowTiles,
-    owners: Owners,
-    config: GemmConfig,
-    num_programs: int,
+    a: torch.Tensor, b: torch.Tensor, *, tiles: RowTiles, owners: Owners, config: GemmConfig, num_programs: int
 ) -> None:
     """Enqueue `a @ b`, store each tile at the owner of its rows, and set the flag of each complete chunk.
 
@@ -180,13 +140,7 @@ SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 8, 512, 4
 
 
 def sum_received(
-    recv_buffer: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    tiles: RowTiles,
-    waits: Waits,
-    parts: int,
-    num_programs: int,
+    recv_buffer: torch.Tensor, out: torch.Tensor, *, tiles: RowTiles, waits: Waits, parts: int, num_programs: int
 ) -> None:
     """Enqueue `out = recv_buffer.sum(0)`. The kernel adds in fp32 in rank order and rounds once.
 
@@ -196,7 +150,6 @@ def sum_received(
         tiles: tiles of the own rows, cut by `SUM_ROWS`.
         waits: flags, int32 `[R * parts]`; flag `source * parts + part` is set when that chunk is received.
         parts: chunks per shard.
-        num_programs: blocks of the persistent grid.
 
     Raises:
         ValueError: shapes do not fit.
@@ -210,23 +163,10 @@ def sum_received(
     if work == 0:
         return
     sum_received_kernel[(min(num_programs, work),)](
-        recv_buffer,
-        out,
-        tiles.table,
-        waits.flags,
-        waits.status,
-        waits.epoch,
-        tiles.count,
-        slot_rows * num_columns,
-        num_columns,
-        parts,
-        NUM_RANKS=num_ranks,
-        BLOCK_M=SUM_ROWS,
-        BLOCK_N=SUM_COLUMNS,
-        EVEN_N=num_columns % SUM_COLUMNS == 0,
-        MAX_POLLS=waits.max_polls,
-        num_warps=SUM_WARPS,
-    )
+        recv_buffer, out, tiles.table, waits.flags, waits.status, waits.epoch, tiles.count, slot_rows * num_columns,
+        num_columns, parts, NUM_RANKS=num_ranks, BLOCK_M=SUM_ROWS, BLOCK_N=SUM_COLUMNS,
+        EVEN_N=num_columns % SUM_COLUMNS == 0, MAX_POLLS=waits.max_polls, num_warps=SUM_WARPS,
+    )  # fmt: skip
 
 
 ADD_WARPS = 8

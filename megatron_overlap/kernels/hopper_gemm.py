@@ -5,8 +5,8 @@ slot of a ring in shared memory contains the operands of one step. The producer 
 fills slots as they become `empty`. It prefetches up to the length of the ring, also across tiles: while the consumers
 store a tile, the operands of the next tile load.
 
-Importing this module fails where `kernels.gluon_version.unsupported_reason()` is not empty. Training uses it
-only on a device where `kernels.hopper_self_test` passes. An H200 has run it.
+Importing this module fails where `kernels.gluon_version.UNSUPPORTED_REASON` is not empty. Training uses it only
+on a device where `kernels.hopper_self_test` passes. An H200 has run it.
 """
 
 import triton.language as tl
@@ -49,17 +49,10 @@ def make_ring(a_desc, b_desc, STAGES: gl.constexpr):
 
 @jit
 def produce(
-    descs,
-    ring,
-    where,
-    waits,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    NT: gl.constexpr,
+    descs, ring, where, waits,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NT: gl.constexpr,
     MAX_POLLS: gl.constexpr,
-):
+):  # fmt: skip
     """Load all tiles in one warp. Waits for the flag of a remote row tile first; MAX_POLLS 0 disables the wait."""
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
     flags_ptr, status_ptr, epoch = waits
@@ -101,15 +94,9 @@ def fence_reads(value):
 
 @jit
 def multiply(
-    ring,
-    step,
-    K,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    NT: gl.constexpr,
-):
+    ring, step, K,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, NT: gl.constexpr,
+):  # fmt: skip
     """Return one tile of the product in fp32 and the next step. Rows and columns past the end are undefined."""
     a_slots, b_slots, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
@@ -166,28 +153,11 @@ def _store_columns(out, stride, num_rows, num_columns, block, FIRST: gl.constexp
 
 @jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
 def ag_gemm_sm90_kernel(
-    a_desc,
-    b_desc,
-    bias_ptr,
-    out_ptr,
-    tiles_ptr,
-    flags_ptr,
-    status_ptr,
-    epoch,
-    num_first_tiles,
-    num_row_tiles,
-    N,
-    K,
-    stride_om,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    NT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    MAX_POLLS: gl.constexpr,
-):
+    a_desc, b_desc, bias_ptr, out_ptr, tiles_ptr, flags_ptr, status_ptr, epoch, num_first_tiles, num_row_tiles,
+    N, K, stride_om,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NT: gl.constexpr, HAS_BIAS: gl.constexpr, MAX_POLLS: gl.constexpr,
+):  # fmt: skip
     ring = make_ring(a_desc, b_desc, NUM_STAGES)
     descs = (a_desc, b_desc)
     where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
@@ -205,17 +175,10 @@ def ag_gemm_sm90_kernel(
 
 @jit
 def _store_products(
-    ring,
-    where,
-    there,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    NT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):
+    ring, where, there,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    NT: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
     out_ptr, stride_om, bias_ptr = there
     num_columns = gl.cdiv(N, BLOCK_N)
@@ -236,27 +199,11 @@ def _store_products(
 
 @jit(do_not_specialize=["epoch", "first_flag", "num_first_tiles", "num_row_tiles"])
 def gemm_to_owners_sm90_kernel(
-    a_desc,
-    b_desc,
-    recv_buffers_ptr,
-    flags_ptr,
-    counters_ptr,
-    tiles_ptr,
-    epoch,
-    slot_offset,
-    first_flag,
-    num_first_tiles,
-    num_row_tiles,
-    N,
-    K,
-    DTYPE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    a_desc, b_desc, recv_buffers_ptr, flags_ptr, counters_ptr, tiles_ptr, epoch, slot_offset, first_flag,
+    num_first_tiles, num_row_tiles, N, K, DTYPE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, NUM_STAGES: gl.constexpr,
     NT: gl.constexpr,
-):
+):  # fmt: skip
     ring = make_ring(a_desc, b_desc, NUM_STAGES)
     descs = (a_desc, b_desc)
     where = (tiles_ptr, num_first_tiles, num_row_tiles, N, K)
@@ -274,17 +221,10 @@ def gemm_to_owners_sm90_kernel(
 
 @jit
 def _store_partial_sums(
-    ring,
-    where,
-    there,
-    DTYPE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    ring, where, there, DTYPE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     NT: gl.constexpr,
-):
+):  # fmt: skip
     tiles_ptr, num_first_tiles, num_row_tiles, N, K = where
     recv_buffers_ptr, flags_ptr, counters_ptr, slot_offset, first_flag, epoch = there
     num_columns = gl.cdiv(N, BLOCK_N)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ def hopper_unsupported_reason(device: torch.device | int | None = None, deadline
 
 def static_unsupported_reason(device: torch.device | int | None = None) -> str:
     """Return why the Triton version or the device cannot run the Hopper kernels, or an empty string. Runs no kernel."""
-    if gluon_version.unsupported_reason():
-        return gluon_version.unsupported_reason()
+    if gluon_version.UNSUPPORTED_REASON:
+        return gluon_version.UNSUPPORTED_REASON
     if not torch.cuda.is_available():
         return "no CUDA device"
     capability = torch.cuda.get_device_capability(device)
@@ -70,11 +71,9 @@ def static_unsupported_reason(device: torch.device | int | None = None) -> str:
 
 def failures(device: str) -> Iterator[str]:
     """Yield the failures of the Hopper kernels on `device` for both forms, data types and tile shapes."""
-    for dtype in (torch.bfloat16, torch.float16):
-        for config in (HOPPER, HOPPER_SMALL):
-            for transposed in (True, False):
-                yield from gathering(ag_gemm, device, dtype, config, transposed)
-                yield from scattering(gemm_to_owners, device, dtype, config, transposed)
+    for case in product((torch.bfloat16, torch.float16), (HOPPER, HOPPER_SMALL), (True, False)):
+        yield from gathering(ag_gemm, device, *case)
+        yield from scattering(gemm_to_owners, device, *case)
 
 
 def gathering(

@@ -62,27 +62,17 @@ class GemmConfig:
 
 SM80, SM90, SM100 = 80, 90, 100
 ARCHITECTURES = (SM80, SM90, SM100)
-ALIGNED = {
-    SM80: GemmConfig(128, 128, 32, 8, 4, 4),
-    SM90: GemmConfig(128, 256, 64, 8, 3, 8),
-    SM100: GemmConfig(128, 256, 64, 8, 3, 8),
-}
+ALIGNED = dict.fromkeys(ARCHITECTURES, GemmConfig(128, 256, 64, 8, 3, 8)) | {SM80: GemmConfig(128, 128, 32, 8, 4, 4)}
 # Half the columns: with few rows, fewer blocks are idle in the last wave.
-ALIGNED_SMALL = {
-    SM80: GemmConfig(64, 128, 32, 8, 4, 4),
-    SM90: GemmConfig(128, 128, 64, 8, 4, 8),
-    SM100: GemmConfig(128, 128, 64, 8, 4, 8),
+ALIGNED_SMALL = dict.fromkeys(ARCHITECTURES, GemmConfig(128, 128, 64, 8, 4, 8)) | {
+    SM80: GemmConfig(64, 128, 32, 8, 4, 4)
 }
 # The Gluon kernels: rings of four and six slots fill the shared memory of a block.
 HOPPER = GemmConfig(128, 256, 64, 8, 4, 8, hopper=True)
 HOPPER_SMALL = GemmConfig(128, 128, 64, 8, 6, 8, hopper=True)
 ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 64, 32, 8, 3, 8)}
 # Adding to the previous gradient doubles the live accumulator registers: wider tiles spill.
-WGRAD = {
-    SM80: GemmConfig(128, 128, 32, 8, 3, 8),
-    SM90: GemmConfig(128, 128, 64, 8, 4, 8),
-    SM100: GemmConfig(128, 128, 64, 8, 4, 8),
-}
+WGRAD = dict.fromkeys(ARCHITECTURES, GemmConfig(128, 128, 64, 8, 4, 8)) | {SM80: GemmConfig(128, 128, 32, 8, 3, 8)}
 WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 32, 16, 8, 3, 4)}
 
 
@@ -98,13 +88,13 @@ def newest(capability: int) -> int:
     return known[-1]
 
 
-def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: int, other: bool = False) -> GemmConfig:
-    """Return the tile shape of a GEMM.
+def config_for(
+    capability: int, rows: int, columns: int, depth: int, *, num_programs: int, other: bool = False
+) -> GemmConfig:
+    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]`.
 
     Args:
         capability: 10 times the compute capability. A capability newer than `ARCHITECTURES` uses the newest of them.
-        aligned: columns and depth are multiples of `ALIGNMENT`.
-        num_tiles: tiles of the whole GEMM, in tiles of `ALIGNED`.
         num_programs: blocks of the persistent grid.
         other: return the aligned shape that this rule does not select.
 
@@ -112,8 +102,9 @@ def config_for(capability: int, *, aligned: bool, num_tiles: int, num_programs: 
         ValueError: the device is older than sm_80.
     """
     arch = newest(capability)
-    if not aligned:
+    if columns % ALIGNMENT or depth % ALIGNMENT:
         return ODD[arch]
+    num_tiles = triton.cdiv(rows, ALIGNED[arch].block_m) * triton.cdiv(columns, ALIGNED[arch].block_n)
     wide = num_tiles >= 2 * num_programs
     return (ALIGNED if wide != other else ALIGNED_SMALL)[arch]
 
@@ -170,13 +161,9 @@ def interpreted() -> bool:
 
 
 def check_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tiles: RowTiles,
-    config: GemmConfig,
-) -> None:
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
+    tiles: RowTiles, config: GemmConfig,
+) -> None:  # fmt: skip
     """Check that a kernel neither reads nor writes past the end of its operands.
 
     Raises:
@@ -215,31 +202,11 @@ def tma_unsupported_reason(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
     return ""
 
 
-def descriptors(a: torch.Tensor, b: torch.Tensor, config: GemmConfig) -> tuple[Any, Any, bool]:
-    """Return the TMA descriptors of `a` and `b`, and whether `b` is a transposed weight (`nt`, depth contiguous)."""
-    from megatron_overlap.kernels.gluon_version import TensorDescriptor
-
-    transposed = b.stride(0) == 1
-    blocks = blocks_of(config, "nt" if transposed else "nn")
-    dtype = "bf16" if a.dtype == torch.bfloat16 else "fp16"
-    found = [
-        TensorDescriptor.from_tensor(matrix, list(block), shared_layout(block, dtype))
-        for matrix, block in zip((a, b.t() if transposed else b), blocks, strict=True)
-    ]
-    return found[0], found[1], transposed
-
-
 def launch_gemm(
-    kernel: Any,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    arguments: Sequence[Any],
-    tiles: RowTiles,
-    config: GemmConfig,
-    num_programs: int,
-    constants: Mapping[str, Any],
-    last: Sequence[Any] = (),
-) -> None:
+    kernel: Any, a: torch.Tensor, b: torch.Tensor, arguments: Sequence[Any],
+    tiles: RowTiles, config: GemmConfig, num_programs: int,
+    constants: Mapping[str, Any], last: Sequence[Any] = (),
+) -> None:  # fmt: skip
     """Launch a kernel of `a @ b`, portable or for Hopper as in `config`, unless it has no tiles.
 
     `arguments` follow the operands. In a portable kernel the strides of the operands are between `arguments` and
@@ -250,8 +217,17 @@ def launch_gemm(
         return
     launch = kernel[(min(num_programs, work),)]
     if config.hopper:
-        a_desc, b_desc, transposed = descriptors(a, b, config)
-        launch(a_desc, b_desc, *arguments, *last, NT=transposed, **config.constants(), **constants)
+        from megatron_overlap.kernels.gluon_version import TensorDescriptor
+
+        transposed = b.stride(0) == 1
+        dtype = "bf16" if a.dtype == torch.bfloat16 else "fp16"
+        descriptors = [
+            TensorDescriptor.from_tensor(matrix, list(block), shared_layout(block, dtype))
+            for matrix, block in zip(
+                (a, b.t() if transposed else b), blocks_of(config, "nt" if transposed else "nn"), strict=True
+            )
+        ]
+        launch(*descriptors, *arguments, *last, NT=transposed, **config.constants(), **constants)
         return
     even = {"EVEN_N": b.shape[1] % config.block_n == 0, "EVEN_K": b.shape[0] % config.block_k == 0}
     strides = *a.stride(), *b.stride()

@@ -6,16 +6,8 @@ import triton.language as tl
 
 from megatron_overlap.kernels.launch import MAX_POLLS
 
-# Columns of `schedules.tile_order.RowTile`.
-START = tl.constexpr(0)
-STOP = tl.constexpr(1)
-OWNER = tl.constexpr(2)
-PART = tl.constexpr(3)
-ROW_IN_SHARD = tl.constexpr(4)
-TILES_IN_CHUNK = tl.constexpr(5)
-REMOTE = tl.constexpr(6)
-FLAG = tl.constexpr(7)
-COLUMNS = tl.constexpr(8)
+# Columns of `schedules.tile_order.RowTile`, and their number.
+START, STOP, OWNER, PART, ROW_IN_SHARD, TILES_IN_CHUNK, REMOTE, FLAG, COLUMNS = map(tl.constexpr, range(9))
 
 
 @triton.jit
@@ -70,19 +62,10 @@ def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr)
 
 @triton.jit
 def product(
-    a,
-    b,
-    num_rows,
-    num_columns,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    a, b, num_rows, num_columns, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """`a[:num_rows, :K] @ b[:K, :num_columns]` in fp32, `[BLOCK_M, BLOCK_N]`; undefined past the end.
 
     `a` and `b` are a pointer and the strides of both dimensions.

@@ -15,31 +15,11 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpr
 
 @triton.jit(do_not_specialize=["epoch", "first_chunk", "last_chunk"])
 def wgrad_kernel(
-    dy_ptr,
-    x_ptr,
-    out_ptr,
-    chunks_ptr,
-    flags_ptr,
-    status_ptr,
-    epoch,
-    first_chunk,
-    last_chunk,
-    F,
-    K,
-    stride_dm,
-    stride_xm,
-    stride_om,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    EVEN_F: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ADD: tl.constexpr,
-    WIDEN: tl.constexpr,
-    MAX_POLLS: tl.constexpr,
-):
+    dy_ptr, x_ptr, out_ptr, chunks_ptr, flags_ptr, status_ptr, epoch, first_chunk, last_chunk,
+    F, K, stride_dm, stride_xm, stride_om,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    EVEN_F: tl.constexpr, EVEN_K: tl.constexpr, ADD: tl.constexpr, WIDEN: tl.constexpr, MAX_POLLS: tl.constexpr,
+):  # fmt: skip
     num_f, num_k = tl.cdiv(F, BLOCK_M), tl.cdiv(K, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     for index in tl.range(tl.program_id(0), num_f * num_k, tl.num_programs(0), flatten=False):
@@ -79,18 +59,10 @@ def wgrad_kernel(
 
 
 def wgrad(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    chunks: RowTiles,
-    waits: Waits,
-    config: GemmConfig,
-    num_programs: int,
-    add: bool,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
+    dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *,
+    chunks: RowTiles, waits: Waits, config: GemmConfig, num_programs: int,
+    add: bool, first: int = 0, last: int | None = None,
+) -> None:  # fmt: skip
     """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`, summed in fp32.
 
     Args:
@@ -119,24 +91,9 @@ def wgrad(
     if work == 0:
         return
     wgrad_kernel[(min(num_programs, work),)](
-        dy,
-        x,
-        out,
-        chunks.table,
-        waits.flags,
-        waits.status,
-        waits.epoch,
-        first,
-        chunks.count if last is None else last,
-        num_f,
-        num_k,
-        dy.stride(0),
-        x.stride(0),
-        out.stride(0),
-        EVEN_F=num_f % config.block_m == 0,
-        EVEN_K=num_k % config.block_n == 0,
-        ADD=add,
-        WIDEN=interpreted(),
-        MAX_POLLS=waits.max_polls,
-        **config.constants(),
-    )
+        dy, x, out, chunks.table, waits.flags, waits.status, waits.epoch,
+        first, chunks.count if last is None else last,
+        num_f, num_k, dy.stride(0), x.stride(0), out.stride(0),
+        EVEN_F=num_f % config.block_m == 0, EVEN_K=num_k % config.block_n == 0, ADD=add,
+        WIDEN=interpreted(), MAX_POLLS=waits.max_polls, **config.constants(),
+    )  # fmt: skip

@@ -44,13 +44,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    tile_mask: TileMask | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, tile_mask: TileMask | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Equals `softmax(scale * q @ k.T, mask) @ v` for each head, in one kernel call.
 
@@ -59,7 +53,6 @@ def flash_forward(
         k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head.
         v: `[B, Hkv, m, D]`.
         causal: query i sees keys 0..i.
-        scale: factor of the scores.
         tile_mask: a mask of this tile.
 
     Returns:
@@ -76,17 +69,9 @@ def flash_forward(
 
 
 def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    tile_mask: TileMask | None = None,
-) -> Grads:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
+    causal: bool, scale: float, tile_mask: TileMask | None = None,
+) -> Grads:  # fmt: skip
     """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
     if not q.is_cuda:
         cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
@@ -112,14 +97,9 @@ class SavedSequence(NamedTuple):
 
 
 def sequence_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    kernel: Kernel | None = None,
-) -> tuple[torch.Tensor, SavedSequence]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
+    causal: bool, scale: float, kernel: Kernel | None = None,
+) -> tuple[torch.Tensor, SavedSequence]:  # fmt: skip
     """Equals `softmax(scale * query @ key.T, causal) @ value` for each head, or `kernel(query, key, value)`.
 
     Returns:
@@ -194,15 +174,9 @@ def partial_forward(
 
 
 def partial_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    mask: Mask | None,
-) -> Grads:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    scale: float, mask: Mask | None,
+) -> Grads:  # fmt: skip
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
     if _is_one_call(q, k, mask):
         return _backward((dout, q, k, v, out), lse, scale, mask is not None)
@@ -217,15 +191,9 @@ def partial_backward(
 
 
 def documents_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float, window: int | None,
+    out: torch.Tensor, lse: torch.Tensor,
+) -> None:  # fmt: skip
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
@@ -241,17 +209,9 @@ def documents_forward(
 
 
 def documents_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    grads: Grads,
-) -> None:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    lengths: Sequence[int], scale: float, window: int | None, grads: Grads,
+) -> None:  # fmt: skip
     """Gradients of `documents_forward`; writes `grads`."""
     if q.is_cuda:
         starts, longest, rng = _cu_seqlens(lengths, q.device), max(lengths), _no_rng_state(q)

@@ -171,21 +171,12 @@ class CpuBackend:
     def all_gather_text(self, text: str) -> list[str]:
         return self._host_group.all_gather_text(text)
 
-    def fork(self) -> None:
-        """Do nothing: the work of the computing queue is always complete."""
-
-    def join(self) -> None:
-        self._thread.join()
-
     def queue(self) -> Queue:
         self._queues.append(_ThreadQueue())
         return self._queues[-1]
 
     def is_capturing(self) -> bool:
         return False
-
-    def unsupported_reason(self) -> str:
-        return ""
 
     def close(self) -> None:
         for thread in (self._thread, *self._queues):

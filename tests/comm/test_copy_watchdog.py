@@ -12,16 +12,7 @@ import torch
 
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.symmetric import cuda
-from megatron_overlap.comm.symmetric.backend import (
-    _NUM_ONCE,
-    COMPUTING,
-    RECEIVING,
-    SENDING,
-    FlagStep,
-    Note,
-    Wait,
-    Waits,
-)
+from megatron_overlap.comm.symmetric.backend import _NUM_ONCE, FlagStep, Note, Wait, Waits
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.diagnostics.heartbeat import Watchdog
@@ -217,7 +208,7 @@ def test_replays_move_although_they_wait_for_the_same_message() -> None:
         backend.begin_capture()
         with Recording(backend.computing):
             all_gather_linear(x, weight, group=transport)
-    transport.waits._words[COMPUTING] = 1
+    transport.waits._words[Waits.COMPUTING] = 1
     seen = []
     for _ in range(3):
         seen.append(transport._waiting())
@@ -234,7 +225,7 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
     transport = CopyTransport(RecordedBackend(0, 3, {}), options)
     chunk = Chunk(0, 0)
     waits = Wait("op", 5, Message(chunk, 2, chunk, 1)), Wait("op", 4, Message(chunk, 2, chunk, 1), "not free")
-    for queue, wait in zip((COMPUTING, SENDING), waits, strict=True):
+    for queue, wait in zip((Waits.COMPUTING, Waits.SENDING), waits, strict=True):
         note = transport.waits.note(queue, wait, repeats=True)
         note.words[note.position] = note.number
     until = time.monotonic() + 20
@@ -251,7 +242,7 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
 def test_repeated_waits_are_remembered_and_others_until_many_later() -> None:
     waits, chunk = Waits(on_device=False), Chunk(0, 0)
     described = [Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_ONCE + 3)]
-    repeated = waits.note(COMPUTING, described[0], repeats=True)
-    once = [waits.note(RECEIVING, wait, repeats=False) for wait in described]
+    repeated = waits.note(Waits.COMPUTING, described[0], repeats=True)
+    once = [waits.note(Waits.RECEIVING, wait, repeats=False) for wait in described]
     assert waits.of([0, repeated.number]) == described[:1]
     assert waits.of([note.number for note in once[3:]]) == described[3:]

@@ -47,7 +47,7 @@ def dead_thread(group: dist.ProcessGroup) -> tuple[str, str]:
                 p2p_work.wait(0)
             except TransportError as error:
                 texts[number] = str(error)
-            p2p_work._fail("send message 0 to", 1, RuntimeError("connection closed"))
+            p2p_work._fail(0, RuntimeError("connection closed"), sends=True)
     dist.barrier(group)
     transport.close()
     return texts[0], texts[1]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.transport import P2PWork, Transfer, TransportOptions
 
@@ -26,7 +25,7 @@ class CorruptTransport:
     def __init__(
         self, group: dist.ProcessGroup, *, op: str = "", every: int = 1, timeout_s: float | None = None
     ) -> None:
-        self._inner = GlooTransport(group, TransportOptions(timeout_s=timeout_s), buffer_pool=BufferPool())
+        self._inner = GlooTransport(group, TransportOptions(timeout_s=timeout_s))
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0

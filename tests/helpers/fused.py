@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.nodes import NodesTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
-from megatron_overlap.ops.tensor_parallel.fused.linear import FusedNodesTransport
 from megatron_overlap.schedules.gather_scatter import Nodes
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.late import LateTransport
@@ -38,7 +38,7 @@ def fused_transport(group: dist.ProcessGroup, hosts: int = 1) -> Any:
     return _OwningNodesTransport(SymmetricTransport(PoisonedBackend(members), wait_all), LateTransport(group), nodes)
 
 
-class _OwningNodesTransport(FusedNodesTransport):
+class _OwningNodesTransport(NodesTransport[SymmetricTransport]):
     """Also closes the transport of messages between nodes."""
 
     def close(self) -> None:

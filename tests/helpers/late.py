@@ -21,6 +21,13 @@ class PoisonedPool(BufferPool):
         return buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
 
 
+def poisoned_transport(group: dist.ProcessGroup) -> GlooTransport:
+    """Return a transport over gloo whose buffers are those of a `PoisonedPool`."""
+    transport = GlooTransport(group)
+    transport.buffer_pool = PoisonedPool()
+    return transport
+
+
 class LateTransport:
     """Receives over gloo into hidden buffers, and copies a message to its buffer when the caller waits for it.
 
@@ -29,7 +36,7 @@ class LateTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._inner = GlooTransport(group, buffer_pool=PoisonedPool())
+        self._inner = poisoned_transport(group)
         self.rank, self.size = self._inner.rank, self._inner.size
         self.buffer_pool = self._inner.buffer_pool
         self.exposed_s = 0.0

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import Gathering, GradientReduce
-from tests.helpers.late import LateTransport, PoisonedPool
+from tests.helpers.late import LateTransport, poisoned_transport
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _transport(group: dist.ProcessGroup, late: bool) -> Transport:
-    return LateTransport(group) if late else GlooTransport(group, buffer_pool=PoisonedPool())
+    return LateTransport(group) if late else poisoned_transport(group)
 
 
 def _gradients(size: int, numel: int, dtype: torch.dtype, number: int) -> list[torch.Tensor]:

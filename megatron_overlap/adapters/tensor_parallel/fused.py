@@ -13,13 +13,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
 from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
-from megatron_overlap.ops.tensor_parallel.fused.linear import (
-    FusedMethod,
-    FusedTransport,
-    inside_host,
-    open_fused,
-    unsupported_fused_reason,
-)
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, FusedTransport, inside_host, open_fused
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
 
@@ -37,12 +31,7 @@ def _plan(knobs: tuple[Knob, ...]) -> FusedPlan:
 
 
 class FusedTransports:
-    """The symmetric memory of each group that has it.
-
-    Args:
-        session: the session.
-        messages: the transport of point-to-point messages of a group, for groups on several nodes.
-    """
+    """The symmetric memory of each group that has it. `messages` opens messages between nodes, as of `open_fused`."""
 
     def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
         self.hopper = session.config.tensor.kernels == "hopper"
@@ -61,11 +50,11 @@ class FusedTransports:
 
     def memory(self) -> list[SymmetricMemory]:
         """Symmetric memory of each group whose calls ran fused."""
-        transports = [each for each in self._transports.values() if not isinstance(each, str)]
+        opened = [(each.size, inside_host(each)) for each in self._transports.values() if not isinstance(each, str)]
         return [
-            SymmetricMemory(each.size, each.num_bytes, each.bound_bytes, Hopper.reasons(inside_host(each)))
-            for each in transports
-            if each.num_bytes
+            SymmetricMemory(size, inside.num_bytes, inside.bound_bytes, Hopper.reasons(inside))
+            for size, inside in opened
+            if inside.num_bytes
         ]
 
     def close(self) -> None:
@@ -77,12 +66,7 @@ class FusedTransports:
 
 
 class FusedBackend:
-    """Runs the fused operation of a call.
-
-    Args:
-        transports: of the session.
-        knobs: tuning parameters of the kernels; None uses the defaults of the configuration.
-    """
+    """Runs the fused operation of a call. `knobs` None uses the defaults of the configuration for the kernels."""
 
     def __init__(self, transports: FusedTransports, knobs: Sequence[Knob] | None = None) -> None:
         self._transports = transports
@@ -92,7 +76,7 @@ class FusedBackend:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         rows, ranks = call.x[..., 0].numel(), call.group.size()
-        reason = unsupported_fused_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
+        reason = FusedMethod.unsupported_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
         if reason is not None:
             return reason
         transport = self._transports.open(call.group)

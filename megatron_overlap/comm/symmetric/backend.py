@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_overlap.comm.transport import message_text
 from megatron_overlap.schedules.plan import Message
 
 ALIGNMENT = 256
@@ -21,13 +22,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Note(NamedTuple):
-    """A word of host memory that identifies the wait of a queue.
-
-    Attributes:
-        words: memory of this host that its queues write, int32.
-        position: of the word.
-        number: value of the word during the wait; 0 before and after it.
-    """
+    """A word of host memory: `words[position]`, int32, is `number` while a queue waits; 0 before and after."""
 
     words: torch.Tensor
     position: int
@@ -35,11 +30,9 @@ class Note(NamedTuple):
 
 
 class FlagStep(NamedTuple):
-    """A step on a flag: a word of symmetric memory that is 0 or 1.
+    """A step on the flag `words[position]`, a word of symmetric memory that is 0 or 1.
 
     Attributes:
-        words: memory that holds the flag.
-        position: of the flag.
         sets: write 1, at any rank. Otherwise wait until the flag of this rank is 1, and write 0.
         note: identifies a wait; a queue without a watchdog may ignore it.
     """
@@ -79,10 +72,7 @@ class SymmetricBackend(Protocol):
     """Symmetric memory of the ranks of one group.
 
     Attributes:
-        rank: this rank in the group.
-        size: number of ranks.
         ranks: global ranks.
-        device: device of the memory.
         computing: queue of the kernels. Its writes follow the kernels.
         copying: queue of the copies. It uses no processor that computes.
         capability: ten times the compute capability; selects tile shapes.
@@ -112,39 +102,24 @@ class SymmetricBackend(Protocol):
     def all_gather_text(self, text: str) -> list[str]:
         """Return the text of every rank. Collective; blocks the host."""
 
-    def fork(self) -> None:
-        """Order later work of `copying` after the present work of `computing`."""
-
-    def join(self) -> None:
-        """Order later work of `computing` after the present work of `copying`."""
-
     def queue(self) -> Queue:
         """Return a further queue of copies."""
 
     def is_capturing(self) -> bool:
         """Return whether a CUDA graph captures the present work of the caller."""
 
-    def unsupported_reason(self) -> str:
-        """Return why an operation cannot start now; empty if it can."""
-
     def close(self) -> None:
         """Free all memory."""
 
 
-SENDING, RECEIVING, COMPUTING = range(3)
-"""The queues of a rank, which are positions of words in `Waits`."""
 _NUM_ONCE = 1 << 14
 """Waits that are enqueued once to remember: more than a host enqueues ahead of its device."""
 
 
 class Wait(NamedTuple):
-    """A wait for a peer.
+    """A wait for the peer of `message`, number `number` in the plan of operation `op`.
 
-    Attributes:
-        op: name of the operation.
-        number: of the message in its plan.
-        message: chunks and peers.
-        reason: why the rank cannot send `message`; empty if it receives it.
+    `reason` is why the rank cannot send the message; empty if it receives it.
     """
 
     op: str
@@ -159,11 +134,8 @@ class Wait(NamedTuple):
 
     def text(self, ranks: Sequence[int]) -> str:
         """What the rank could not do, with global ranks."""
-        (owner, part), peer = self.message.send if self.reason else self.message.recv, ranks[self.peer]
-        chunk = f"message {self.number} (chunk {part} of rank {ranks[owner]})"
-        if self.reason:
-            return f"send {chunk} to rank {peer}: {self.reason}"
-        return f"receive {chunk} from rank {peer}: it has not arrived"
+        what = message_text(self.message, self.number, ranks, sends=bool(self.reason))
+        return f"{what}: {self.reason or 'it has not arrived'}"
 
 
 class Waits:
@@ -171,6 +143,9 @@ class Waits:
 
     They are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
     """
+
+    SENDING, RECEIVING, COMPUTING = range(3)
+    """The queues of a rank."""
 
     def __init__(self, *, on_device: bool) -> None:
         pinned = on_device and torch.cuda.is_available()

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric.backend import COMPUTING, SENDING, FlagStep, SymmetricBackend, Wait, Waits
+from megatron_overlap.comm.symmetric.backend import FlagStep, SymmetricBackend, Wait, Waits
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
 from megatron_overlap.comm.symmetric.rings import Piece, Rings
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
@@ -45,11 +45,8 @@ class _Message:
     """A message, and the prepared steps of one between symmetric buffers.
 
     Attributes:
-        plan: chunks, peers and order.
-        after_work: as of `plan`.
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        sends: the tensors; of a message between symmetric buffers one or none.
-        recvs: as `sends`.
+        sends, recvs: the tensors; of a message between symmetric buffers one or none.
         own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
         lands: the tensor of the receiver; None for a message through a ring.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
@@ -72,10 +69,9 @@ class _Message:
 
 @dataclass(slots=True)
 class _Messages:
-    """The messages of an operation.
+    """The messages of operation `op`, in the order of the plan.
 
     Attributes:
-        all: in the order of the plan.
         through_ring: whether a message passes through a ring: the operation is prepared again each time.
         buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
         all_received: waits for all flags; None with a message that passes through a ring or `forwards`.
@@ -83,6 +79,7 @@ class _Messages:
         forwards: whether a message sends what an earlier one receives.
     """
 
+    op: str
     all: list[_Message] = field(default_factory=list)
     through_ring: bool = False
     buffers_are_free: object | None = None
@@ -146,7 +143,7 @@ class CopyTransport:
         if captured:
             self._begin_captured(messages, op)
         begun = self.backend.computing.mark()
-        work = CopyP2PWork(self, messages, own, op, begun, captured=captured)
+        work = CopyP2PWork(self, messages, own, begun, captured)
         if messages.through_ring:
             self.rings.begin(work)
         into = transfers.into if isinstance(transfers, Exchange) else None
@@ -176,7 +173,7 @@ class CopyTransport:
 
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
-        messages, computing, sending = _Messages(marks=[0]), self.backend.computing, self.sending
+        messages, computing, sending = _Messages(op, marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free, received_flags = list[FlagStep](), list[FlagStep]()
         awaited = list[tuple[_Message, list[FlagStep]]]()
@@ -203,14 +200,14 @@ class CopyTransport:
                 message.lands = _at(buffer.data[plan.to], transfer.lands)
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
-                    note = self.waits.note(SENDING, wait, repeats=True)
+                    note = self.waits.note(Waits.SENDING, wait, repeats=True)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
-                note = self.waits.note(COMPUTING, Wait(op, index, plan), repeats=True)
+                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=True)
                 received_flags.append(FlagStep(words[self.rank], flag, False, note))
                 message.received = computing.prepare(received_flags[-1:])
                 if not num_received[source]:
@@ -280,23 +277,20 @@ class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
     def __init__(
-        self,
-        transport: CopyTransport,
-        messages: _Messages,
-        own: torch.Tensor | None,
-        op: str,
-        begun: object,
-        *,
-        captured: bool = False,
+        self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, begun: object, captured: bool
     ) -> None:
-        self._transport, self._messages, self._own, self._op = transport, messages.all, own, op
+        self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
         self._all_received = messages.all_received
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
         self._pieces_to_send: list[list[Piece]] = []
         self._pieces_to_receive: list[list[Piece]] = []
-        if messages.through_ring:
-            self._number_pieces()
+        for message in messages.all if messages.through_ring else ():
+            sends = message.sends if message.sent is None else ()
+            recvs = message.recvs if message.received is None else ()
+            to_send, to_receive = transport.rings.pieces(message.plan, sends, recvs)
+            self._pieces_to_send.append(to_send)
+            self._pieces_to_receive.append(to_receive)
         self._captured, self._num_sent = captured, 0
         self._received, self._num_waited = [False] * self._num_messages, 0
         # Positions of the computing queue, by the work done there, and the number of those that are taken.
@@ -310,21 +304,11 @@ class CopyP2PWork:
         # The position of the receiving queue after the copy of the own rows.
         self.own_copied: object | None = None
 
-    def _number_pieces(self) -> None:
-        for message in self._messages:
-            sends = message.sends if message.sent is None else ()
-            recvs = message.recvs if message.received is None else ()
-            to_send, to_receive = self._transport.rings.pieces(message.plan, sends, recvs)
-            self._pieces_to_send.append(to_send)
-            self._pieces_to_receive.append(to_receive)
-
     @property
     def has_more_to_send(self) -> bool:
-        """See `rings.Sender`."""
         return self._num_sent < self._num_messages
 
     def send_ready(self) -> None:
-        """See `rings.Sender`."""
         while self.has_more_to_send and self._may_send():
             self._send_next()
 

@@ -270,9 +270,8 @@ class CudaBackend:
         self._name: Any = host_group.group
         if host_group.group is None:
             self._name, self._registered = _register_group(host_group)
-        self._copies = torch.cuda.Stream(self.device, priority=-1)
         self.computing: Queue = StreamQueue(None)
-        self.copying: Queue = StreamQueue(self._copies)
+        self.copying = self.queue()
         # Arenas by name, with the handles that keep the memory of the peers mapped.
         self._arenas: dict[str, tuple[torch.Tensor, object]] = {}
 
@@ -295,22 +294,11 @@ class CudaBackend:
     def all_gather_text(self, text: str) -> list[str]:
         return self._host_group.all_gather_text(text)
 
-    def fork(self) -> None:
-        self._copies.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._copies)
-
     def queue(self) -> Queue:
         return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
-
-    def unsupported_reason(self) -> str:
-        if self.is_capturing():
-            return "a CUDA graph is being captured; a replay would write the epoch of the capture to flags"
-        return ""
 
     def close(self) -> None:
         if self._arenas:

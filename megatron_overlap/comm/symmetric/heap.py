@@ -45,9 +45,6 @@ class HeapPool(BufferPool):
     A replay of a CUDA graph writes to the buffers, and runs no Python. After a capture the pool therefore recalls no
     content, and keeps the buffers that larger ones replace.
 
-    Args:
-        backend: maps the arenas.
-
     Attributes:
         captured: whether a CUDA graph uses the buffers.
     """

@@ -20,17 +20,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_overlap.comm.symmetric.backend import (
-    ALIGNMENT,
-    RECEIVING,
-    SENDING,
-    FlagStep,
-    Queue,
-    SymmetricBackend,
-    Wait,
-    Waits,
-    aligned,
-)
+from megatron_overlap.comm.symmetric.backend import ALIGNMENT, FlagStep, Queue, SymmetricBackend, Wait, Waits, aligned
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.schedules.plan import Message
 
@@ -109,10 +99,7 @@ class Rings:
     """The rings of a rank: to each peer in the arena of the peer, and from each peer in the own arena.
 
     Args:
-        backend: symmetric memory of the ranks.
         num_bytes: of the ring of one pair; the same on every rank. None divides `RING_BYTES` by the ranks.
-        sending: queue of the sends.
-        receiving: queue of the receives.
         waits: describes the waits of both queues.
 
     Raises:
@@ -163,7 +150,7 @@ class Rings:
             if self.on_device and earlier in ring.not_received:
                 raise TransportError(self._too_small(peer, "an earlier one is not yet received"))
             acknowledgement = (self.size + peer) * _NUM_WORDS + earlier % _NUM_WORDS
-            note = self._waits.note(SENDING, wait, repeats=False)
+            note = self._waits.note(Waits.SENDING, wait, repeats=False)
             _run(queue, FlagStep(self._words[self.rank], acknowledgement, False, note))
         ring.not_sent.discard(piece.number)
         queue.copy(self._arenas[peer][piece.place : piece.place + piece.content.numel()], piece.content)
@@ -189,7 +176,7 @@ class Rings:
         queue.after(free)
         for piece in pieces:
             index = piece.number % _NUM_WORDS
-            note = self._waits.note(RECEIVING, wait, repeats=False)
+            note = self._waits.note(Waits.RECEIVING, wait, repeats=False)
             _run(queue, FlagStep(self._words[self.rank], peer * _NUM_WORDS + index, False, note))
             queue.copy(piece.content, self._arenas[self.rank][piece.place : piece.place + piece.content.numel()])
             _run(queue, FlagStep(self._words[peer], (self.size + self.rank) * _NUM_WORDS + index, sets=True))

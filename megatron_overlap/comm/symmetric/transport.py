@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -122,14 +123,14 @@ class SymmetricTransport:
 
     @property
     def bound_bytes(self) -> int:
-        """Twice the largest gathered activation so far: `num_bytes` without flags and staging."""
+        """Twice the largest gathered activation of the node so far: `num_bytes` without flags and staging."""
         return 2 * self._layout.slot_bytes if self._layout else 0
 
     def begin(self, slot_bytes: int, op: str) -> SymmetricOp:
         """Begin the next operation, which needs `slot_bytes`. Later work of the stream may write to slots of peers.
 
         Raises:
-            TransportError: a kernel of an earlier operation timed out, or an operation cannot start now.
+            TransportError: a kernel of an earlier operation timed out, or a CUDA graph is being captured.
         """
         prefix = f"{op}: rank {self.backend.ranks[self.rank]}"
         if int(self._status_seen):
@@ -137,8 +138,11 @@ class SymmetricTransport:
                 f"{prefix}: operation {int(self._status_seen)} of this group timed out waiting for a peer; its results "
                 "and all later ones are wrong; restart the run"
             )
-        if reason := self.backend.unsupported_reason():
-            raise TransportError(f"{prefix}: {reason}; use method p2p there")
+        if self.backend.is_capturing():
+            raise TransportError(
+                f"{prefix}: a CUDA graph is being captured; a replay would write the epoch of the capture to flags; "
+                "use method p2p there"
+            )
         if self._layout is None or self._layout.slot_bytes < slot_bytes:
             self._allocate(slot_bytes)
         self._epoch += 1
@@ -147,7 +151,8 @@ class SymmetricTransport:
         operation = SymmetricOp(self, self._layout, self._epoch)
         # Before the kernels of this operation: beside a persistent grid, a waiting kernel might get no SM.
         if self._epoch > 2:
-            self.wait_all(operation.own_acknowledgements, self._epoch - 2)
+            acknowledgements = self._words(self.rank, self._layout.acknowledgements(self._epoch), self.size)
+            self.wait_all(acknowledgements, self._epoch - 2)
         return operation
 
     def wait_all(self, flags: torch.Tensor, epoch: int) -> None:
@@ -162,16 +167,17 @@ class SymmetricTransport:
         """Flags of the chunks in `staging`, int32: a chunk is complete when its flag is `epoch`."""
         return self._staged_flags[epoch % 2]
 
-    def staging(self, num_bytes: int) -> torch.Tensor:
-        """Memory of this rank for chunks to send by copies, after all earlier copies from it.
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of this rank, `shape`, for chunks to send by copies, after all earlier copies from it.
 
         Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
         """
-        self.backend.join()
+        computing, copying, num_bytes = self.backend.computing, self.backend.copying, prod(shape) * dtype.itemsize
+        computing.after(copying.mark())
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.device)
-        self.backend.fork()
-        return self._staging[:num_bytes]
+        copying.after(computing.mark())
+        return self._staging[:num_bytes].view(dtype).view(*shape)
 
     def _allocate(self, slot_bytes: int) -> None:
         """Replace the arena by a larger one, on all ranks at the same operation. The old one must be idle."""
@@ -209,17 +215,8 @@ class SymmetricOp:
     def __init__(self, transport: SymmetricTransport, layout: ArenaLayout, epoch: int) -> None:
         self.epoch = epoch
         self._transport, self._layout = transport, layout
-
-    @property
-    def own_acknowledgements(self) -> torch.Tensor:
-        """Latest operation of this slot that each rank has acknowledged: int32 `[R]`, written by the peers."""
-        transport = self._transport
-        return transport._words(transport.rank, self._layout.acknowledgements(self.epoch), transport.size)
-
-    @property
-    def flags(self) -> torch.Tensor:
+        self.flags = self.flags_of(transport.rank)
         """Flags of this rank. The rank that copies a chunk sets its flag to `epoch`."""
-        return self.flags_of(self._transport.rank)
 
     def flags_of(self, peer: int) -> torch.Tensor:
         """Flags of `peer`."""
@@ -227,11 +224,9 @@ class SymmetricOp:
 
     def slot(self, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The slot of `peer` as a tensor."""
-        num_bytes = dtype.itemsize
-        for extent in shape:
-            num_bytes *= extent
         start = self._layout.slot(self.epoch)
-        return self._transport._views[peer][start : start + num_bytes].view(dtype).view(*shape)
+        stop = start + prod(shape) * dtype.itemsize
+        return self._transport._views[peer][start:stop].view(dtype).view(*shape)
 
     def addresses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Device tables for kernels: the addresses of the slots and of the flags of all ranks, int64 `[R]` each."""
@@ -256,8 +251,8 @@ class SymmetricOp:
         if mover == "pull":
             for peer in range(size):
                 backend.computing.write(self._ready(peer), rank, self.epoch)
-        backend.fork()
         copying = backend.copying
+        copying.after(backend.computing.mark())
         for distance in range(1, size):
             following, preceding = (rank + distance) % size, (rank - distance) % size
             to, source, owner = {

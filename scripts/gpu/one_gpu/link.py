@@ -117,7 +117,7 @@ class HostPeersTransport(CopyTransport):
         self.backend.computing.run(free)
         # Flags at the peers stay set: the host clears none.
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, prepared, own, op, begun)
+        work = HostPeersWork(self, prepared, own, begun, captured=False)
         work.steps_of_peers = sent
         work.mark_ready(0)
         return work

@@ -26,11 +26,7 @@ class Kernels:
 
     def config(self, m: int, n: int, k: int) -> Any:
         """What the package would choose."""
-        wide = launch.ALIGNED[self.arch]
-        aligned = n % launch.ALIGNMENT == 0 and k % launch.ALIGNMENT == 0
-        num_tiles = -(-m // wide.block_m) * -(-n // wide.block_n)
-        programs = self.device.num_sms
-        found = launch.config_for(self.device.capability, aligned=aligned, num_tiles=num_tiles, num_programs=programs)
+        found = launch.config_for(self.device.capability, m, n, k, num_programs=self.device.num_sms)
         if not self.hopper:
             return found
         return launch.HOPPER_SMALL if found.block_n <= launch.HOPPER_SMALL.block_n else launch.HOPPER

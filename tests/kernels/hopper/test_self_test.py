@@ -121,7 +121,7 @@ def test_device_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert self_test.static_unsupported_reason(0).endswith(expected)
         assert bool(self_test.static_unsupported_reason(0)) == bool(expected)
-    monkeypatch.setattr(gluon_version, "_MISSING", "no Gluon")
+    monkeypatch.setattr(gluon_version, "UNSUPPORTED_REASON", "no Gluon")
     assert self_test.static_unsupported_reason(0) == "no Gluon"
 
 
@@ -160,7 +160,7 @@ def test_output_must_be_aligned() -> None:
 
 def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module imports without Gluon and reports in one line what is missing."""
-    assert not gluon_version.unsupported_reason()
+    assert not gluon_version.UNSUPPORTED_REASON
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     assert gluon_version.__file__ is not None
     spec = importlib.util.spec_from_file_location("without_gluon", gluon_version.__file__)
@@ -168,5 +168,5 @@ def test_triton_without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spec.loader is not None
     shim = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(shim)
-    assert "has no Gluon for Hopper" in shim.unsupported_reason()
-    assert "\n" not in shim.unsupported_reason()
+    assert "has no Gluon for Hopper" in shim.UNSUPPORTED_REASON
+    assert "\n" not in shim.UNSUPPORTED_REASON

@@ -34,7 +34,7 @@ from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scat
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.collectives import LateNodesTransport
 from tests.helpers.fused import fused_transport
-from tests.helpers.late import LateTransport, PoisonedPool
+from tests.helpers.late import LateTransport, poisoned_transport
 from tests.helpers.numerics import assert_close_to_exact
 
 
@@ -405,7 +405,7 @@ def another_number_format(group: dist.ProcessGroup, op: str, case: LinearCase, p
     dy *= torch.exp2(torch.arange(rows_out) % 3).unsqueeze(1)
     expected = _reference(op, x, w, bias, dy, group, case.rows)
     leaves = [tensor.requires_grad_() for tensor in (x, w, bias)]
-    transport = GlooTransport(group, buffer_pool=PoisonedPool())
+    transport = poisoned_transport(group)
     method = P2PMethod(transport, LinearPlan(pattern=pattern, chunks_per_rank=3), Int8Gemm())  # type: ignore[arg-type]
     sent: list[tuple[str, int]] = []
     options: Any = {"num_rows": case.rows} if op == "all_gather_linear" else {}

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from megatron_overlap.comm.symmetric.transport import MAX_PARTS, Mover, SymmetricTransport
 from megatron_overlap.schedules import ChunkLayout
+from megatron_overlap.schedules.heuristics import KNOBS
 
 if TYPE_CHECKING:
     from megatron_overlap.kernels.launch import GemmConfig
-
-Stores = Literal["remote", "staged"]
-"""Where a scattering GEMM stores: in the memory of the owners, or in staging memory, from which copies send it."""
-
-Tiles = Literal["rule", "other"]
-"""Which of the two tile shapes of an architecture: the result of `kernels.launch.config_for`, or the other one."""
-
-Kernel = Literal["portable", "hopper"]
-"""GEMM kernels: portable Triton, or Hopper kernels with TMA and load warps. An H200 has run both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +25,30 @@ class FusedPlan:
 
     Attributes:
         mover: how an all-gather is copied: `push` and `pull` directly, for switches; `ring` to neighbours, for PCIe.
-        stores: of a scattering GEMM. `staged` needs memory for one more gathered activation.
+        stores: where a scattering GEMM stores: in the memory of the owners, or in staging memory for one more gathered
+            activation, from which copies send it.
         chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
         spare_sms: SMs that a fused GEMM does not use.
-        tiles: shape of GEMM tiles.
-        kernel: `hopper` runs where the self-test passes and the operands meet its requirements, else `portable`.
+        tiles: which of the two shapes of GEMM tiles: the result of `kernels.launch.config_for`, or the other one.
+        kernel: `portable` Triton, or `hopper` with TMA and load warps where the self-test passes and the operands meet
+            its requirements. An H200 has run both.
 
     Raises:
         ValueError: a value is unknown or out of range.
     """
 
     mover: Mover = "push"
-    stores: Stores = "remote"
+    stores: Literal["remote", "staged"] = "remote"
     # A few microseconds on a link, and a multiple of a GEMM tile.
     chunk_rows: int = 512
     spare_sms: int = 0
-    tiles: Tiles = "rule"
-    kernel: Kernel = "portable"
+    tiles: Literal["rule", "other"] = "rule"
+    kernel: Literal["portable", "hopper"] = "portable"
 
     def __post_init__(self) -> None:
-        for name, kind in {"mover": Mover, "stores": Stores, "tiles": Tiles, "kernel": Kernel}.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(get_args(kind))}")
+        for name in ("mover", "stores", "tiles", "kernel"):
+            if getattr(self, name) not in KNOBS[name]:
+                raise ValueError(f"{name}: {getattr(self, name)}: must be one of {', '.join(map(str, KNOBS[name]))}")
         for name, least in (("chunk_rows", 1), ("spare_sms", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)}: must be at least {least}")
@@ -84,13 +78,9 @@ class Hopper:
             from megatron_overlap.kernels.hopper_self_test import hopper_unsupported_reason
 
             device = transport.backend.device
-            transport.tables["hopper"] = cls(
-                hopper_unsupported_reason(device)
-                if device.type == "cuda"
-                else f"Hopper kernels need CUDA, not {device.type}"
-            )
-        found = transport.tables["hopper"]
-        assert isinstance(found, cls)
+            reason = f"Hopper kernels need CUDA, not {device.type}"
+            transport.tables["hopper"] = cls(hopper_unsupported_reason(device) if device.type == "cuda" else reason)
+        found: Hopper = transport.tables["hopper"]
         return found
 
     @staticmethod
@@ -138,18 +128,11 @@ class FusedKernels:
 
     def config(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> GemmConfig:
         """The tile shape of `a @ b`. It selects the kernel."""
-        from megatron_overlap.kernels.launch import ALIGNED, ALIGNMENT, config_for, newest
+        from megatron_overlap.kernels.launch import config_for
 
-        capability = self._transport.backend.capability
-        wide = ALIGNED[newest(capability)]
+        capability, other = self._transport.backend.capability, self._plan.tiles == "other"
         depth, columns = b.shape
-        config = config_for(
-            capability,
-            aligned=columns % ALIGNMENT == 0 and depth % ALIGNMENT == 0,
-            num_tiles=-(-a.shape[0] // wide.block_m) * -(-columns // wide.block_n),
-            num_programs=self.programs,
-            other=self._plan.tiles == "other",
-        )
+        config = config_for(capability, a.shape[0], columns, depth, num_programs=self.programs, other=other)
         return config if self._hopper is None else self._hopper.config(a, b, config, out)
 
     def wgrad_config(self, w: torch.Tensor) -> Any:

@@ -67,7 +67,7 @@ class _PoisonOnAcknowledge:
         transport = self._transport
         layout, own = transport._layout, transport._views[transport.rank]
         if words.data_ptr() == own.data_ptr() + layout.acknowledgements(value):
-            transport.backend.join()
+            transport.backend._thread.join()
             start = layout.slot(value)
             own[start : start + layout.slot_bytes].fill_(255)
         self._inner.write(words, index, value)
@@ -132,7 +132,7 @@ def protocol(
         The detected errors.
     """
     edits = tuple(edits)
-    symmetric, parts = load("comm.symmetric.transport", edits), load("ops.tensor_parallel.fused.intra_node", edits)
+    symmetric, parts = load("comm.symmetric.transport", edits), load("ops.tensor_parallel.fused.linear", edits)
     backend = PoisonedBackend(HostGroup(group), max_polls=MUTANTS_POLLS if edits else MAX_POLLS)
     rank, size = backend.rank, backend.size
     if late_copies and rank == 0:
@@ -223,7 +223,7 @@ def layers(group: dist.ProcessGroup, edits: Sequence[Edit] = (), hosts: int = 1)
     transport._allocate(4 * 32 * 16)
     backend.computing = _PoisonOnAcknowledge(backend.computing, transport)  # type: ignore[assignment]
     if hosts > 1:
-        transport = load("ops.tensor_parallel.fused.linear", edits).FusedNodesTransport(
+        transport = load("ops.tensor_parallel.fused.linear", edits).NodesTransport(
             transport, LateTransport(group), nodes
         )
     generator = torch.Generator().manual_seed(5)
@@ -292,8 +292,8 @@ def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:
 class _Capturing(PoisonedBackend):
     """Reports a stream capture."""
 
-    def unsupported_reason(self) -> str:
-        return "a CUDA graph is being captured"
+    def is_capturing(self) -> bool:
+        return True
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

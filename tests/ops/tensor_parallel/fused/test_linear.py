@@ -86,7 +86,7 @@ def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_fir
 def test_wrong_shapes_are_refused_and_a_timeout_is_reported(interpreting: World) -> None:
     for rank, messages in enumerate(interpreting.run(2, fused_workers.refused)):
         assert [text.split(":")[0] for text in messages] == ["x_shard", "x_shard", "x", *["all_gather_linear"] * 2]
-        assert f"rank {rank}: a CUDA graph is being captured; use method p2p there" in messages[3]
+        assert f"rank {rank}: a CUDA graph is being captured; a replay would write" in messages[3]
         assert f"rank {rank}: operation 1 of this group timed out waiting for a peer" in messages[4]
 
 
@@ -119,12 +119,12 @@ MUTANTS = {
     ),
     "one acknowledgement is enough": (
         "push",
-        Edit("comm.symmetric.transport", "operation.own_acknowledgements,", "operation.own_acknowledgements[:1],"),
+        Edit("comm.symmetric.transport", "self.wait_all(acknowledgements,", "self.wait_all(acknowledgements[:1],"),
     ),
     "acknowledged before it is summed": (
         "push",
         Edit(
-            "ops.tensor_parallel.fused.intra_node",
+            "ops.tensor_parallel.fused.linear",
             "        received = self._op.slot(",
             "        self._op.acknowledge()\n        received = self._op.slot(",
         ),
@@ -158,7 +158,7 @@ MUTANTS = {
     "waits before the GEMM is launched": (
         "staged",
         Edit(
-            "ops.tensor_parallel.fused.intra_node",
+            "ops.tensor_parallel.fused.linear",
             "        config = self._kernels.config(a, b)\n",
             "        self._op.send_staged(staged, self._layout)\n        config = self._kernels.config(a, b)\n",
         ),
@@ -187,7 +187,7 @@ LAYER_MUTANTS = {
         "comm.symmetric.transport", "return epoch % 2 * aligned(self.slot_bytes)", "return 0"
     ),
     "acknowledged before wgrad": Edit(
-        "ops.tensor_parallel.fused.intra_node",
+        "ops.tensor_parallel.fused.linear",
         "        for launch in self._launches:\n",
         "        self._op.acknowledge()\n        for launch in self._launches:\n",
     ),
