@@ -223,7 +223,7 @@ def measure_peak(cfg: LaunchConfig) -> Peak:
     device, precision = cfg.launch.device, cfg.train.precision
     ranks = cfg.world_size if device == "cpu" else 1
     threads = cfg.launch.threads_per_rank
-    module = "megatron_overlap.tools.doctor.gemm_rate"
+    module = "megatron_overlap.tools.gemm_rate"
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         commands = [
