@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Literal
 
-from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision
+from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision, RowRate
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Mover = Literal["collective", "message", "copy"]
@@ -20,18 +19,16 @@ Mover = Literal["collective", "message", "copy"]
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
-    {
-        "rms_norm": (4, 7),
-        "layer_norm": (4, 7),
-        "add": (3, 0),
-        "rotary": (2, 2),
-        "repeat": (1, 1),  # of what is read and written together
-        "scores": (4, 12),
-        "swiglu": (3, 5),
-        "gelu": (2, 3),
-    }
-)
+TOUCHED: Mapping[Elementwise, tuple[float, float]] = {
+    "rms_norm": (4, 7),
+    "layer_norm": (4, 7),
+    "add": (3, 0),
+    "rotary": (2, 2),
+    "repeat": (1, 1),  # of what is read and written together
+    "scores": (4, 12),
+    "swiglu": (3, 5),
+    "gelu": (2, 3),
+}
 """Elements that an operation between GEMMs reads and writes, forward and backward, for each element of its output.
 
 Counted for operations that are fused as far as possible, except for `scores`, which is counted as torch runs it.
@@ -85,11 +82,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times on one machine.
-
-    Args:
-        profile: the machine.
-        precision: type of weights and activations.
+    """Times on one machine; `precision` is the type of weights and activations.
 
     Raises:
         ValueError: the profile has no peak for this precision.
@@ -127,7 +120,13 @@ class CostModel:
 
         0 if a dimension is 0: an empty piece is not launched.
         """
-        return _gemm_us(self.profile, self.precision, m, n, k)
+        if 0 in (m, n, k):
+            return 0.0
+        device, gemm = self.profile.device, self.profile.device.gemm
+        peak = self.profile.peak_tflops(self.precision) * 1e12 * gemm.efficiency.value
+        key = (peak, gemm.processors, device.memory_gbps.value * 1e9, self.item_bytes)
+        tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
+        return _gemm_us(key, tiles, m, n, k) / _row_rate(gemm.rows, m) + self.launch_us
 
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
         """Time of an operation that reads and writes `num_bytes` in all.
@@ -143,40 +142,34 @@ class CostModel:
             rate = rates.backward if backward and rates.backward is not None else rates.forward
         return num_bytes / (rate * 1e9) * _US + self.launch_us
 
-    def sum_us(self, received: float, own: float) -> float:
-        """Time of a kernel that adds `received` elements to `own` elements."""
-        return self.memory_us((received + 2 * own) * self.item_bytes, "sum")
+    def elementwise_us(self, kind: Elementwise, outputs: float, *, backward: bool = False) -> float:
+        """Time of an operation between GEMMs with so many elements of its output; see `TOUCHED`."""
+        return self.memory_us(TOUCHED[kind][backward] * outputs * self.item_bytes, kind, backward=backward)
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
-        """Host time of calls of the tensor library, without the operations themselves.
+        """Host time of so many calls of the tensor library, without the operations themselves.
 
-        Args:
-            calls: number of calls.
-            loop: count only the launch of each call, as for an optimizer that loops over tensors without modules and
-                autograd.
+        `loop` counts only the launch of each call: an optimizer loops over tensors without modules and autograd.
         """
         call = self.profile.device.call_us
         if call is None:
             return 0.0
         return calls * (self.launch_us if loop else call.value)
 
-    def attention_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of fused attention with `flops` operations, the masked ones not counted."""
-        device = self.profile.device
-        return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
+    def attention_us(self, flops: float, *, backward: bool = False, fused: bool = True) -> float:
+        """Time of attention with `flops` operations.
 
-    def products_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of the products of attention that keeps its scores; `flops` includes those of masked scores.
-
-        Their rate is that of attention if the profile has a rate of the scores, else that of a GEMM.
+        Args:
+            flops: of both products; fused attention does not count masked scores.
+            backward: whether it is the backward.
+            fused: False: only the products of attention with materialized scores. Their rate is that of attention if
+                the profile has a rate of the scores, else that of a GEMM.
         """
         device = self.profile.device
-        if device.elementwise.scores is not None:
-            return self.attention_us(flops, backward=backward)
-        return self._at_share(flops, device.gemm.efficiency.value)
-
-    def _at_share(self, flops: float, share: float) -> float:
-        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share) * _US + self.launch_us
+        share = device.attention_backward if backward else device.attention_forward
+        if not fused and device.elementwise.scores is None:
+            share = device.gemm.efficiency
+        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share.value) * _US + self.launch_us
 
     def link(self, size: int, stride: int = 1) -> Link:
         """The link of a group of `size` ranks that are `stride` apart. Consecutive ranks share a node.
@@ -184,28 +177,22 @@ class CostModel:
         If the group spans nodes, all groups of a node communicate between nodes at the same time, and each has its
         share of the NICs. A message of a rank uses one NIC at most, a ring as many as the group has ranks in the node.
         """
-        profile = self.profile
-        per_node = profile.devices_per_node
+        inside, between, per_node = self.profile.inside, self.profile.between, self.profile.devices_per_node
         together = min(size, max(1, per_node // stride))
-        inside = profile.inside
-        copy, gather, scatter, reduce = _rates(inside)
+        rates: Sequence[float] = _rates(inside)
         latency = inside.latency_us.value
         ring_latency = (size - 1) * latency
         if size > together:
-            between = profile.between
-            crossings = -(-size // together) - 1
-            ring_latency += crossings * (between.latency_us.value - latency)
+            ring_latency += (-(-size // together) - 1) * (between.latency_us.value - latency)
             nics = between.nics_per_node * together / per_node
             latency = between.latency_us.value
             # A group with one rank in each node has no link inside a node that limits it.
-            limits = (copy, gather, scatter, reduce) if together > 1 else (math.inf,) * 4
-            outside = _rates(between)
-            copy = min(limits[0], outside[0] * min(1.0, nics))
-            gather, scatter, reduce = (
-                min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True)
-            )
-        all_reduce = None if math.isinf(reduce) else reduce * 1e3
-        link = Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency, all_reduce)
+            limits = rates if together > 1 else (math.inf,) * 4
+            shares = (min(1.0, nics), nics, nics, nics)
+            outside = [rate * share for rate, share in zip(_rates(between), shares, strict=True)]
+            rates = [min(both) for both in zip(limits, outside, strict=True)]
+        copy, gather, scatter, reduce = (rate * 1e3 for rate in rates)
+        link = Link(size, latency, copy, gather, scatter, ring_latency, None if math.isinf(reduce) else reduce)
         engines = inside.copy_engines
         if engines is None or size > together:
             return link
@@ -240,8 +227,7 @@ class CostModel:
         both = scatter + gather
         if link.all_reduce_rate is not None:
             both = 2 * link.ring_latency_us + moved / link.all_reduce_rate
-        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
-        return times[kind] + self.launch_us
+        return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}[kind] + self.launch_us
 
     @property
     def busy_us(self) -> float:
@@ -255,12 +241,7 @@ class CostModel:
         return _between(points, computed_us)
 
     def compute_rate(self, kind: Mover, bytes_per_us: float) -> float:
-        """Speed of computation beside communication, relative to computation alone.
-
-        Args:
-            kind: what moves the bytes.
-            bytes_per_us: bytes that this rank sends and receives, both directions together.
-        """
+        """Relative speed of computation while the rank sends and receives `bytes_per_us` in all."""
         contention = self.profile.contention
         lost = contention.copy_.value if kind == "copy" else contention.collective.value
         host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
@@ -279,6 +260,7 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
+    """GB/s of messages, gathers, reduce-scatters and all-reduces."""
     gather = link.collective_gbps.value
     scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
     reduce = math.inf if link.all_reduce_gbps is None else link.all_reduce_gbps.value
@@ -286,7 +268,7 @@ def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
 
 
 @lru_cache(maxsize=65536)
-def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
+def _gemm_us(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
     peak, processors, memory_rate, item_bytes = key
     compute = 2.0 * m * n * k / peak * _US
     if tiles:
@@ -302,20 +284,8 @@ def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float],
     return max(compute, traffic)
 
 
-def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int) -> float:
-    if 0 in (m, n, k):
-        return 0.0
-    device = profile.device
-    gemm = device.gemm
-    peak = profile.peak_tflops(precision) * 1e12 * gemm.efficiency.value
-    key = (peak, gemm.processors, device.memory_gbps.value * 1e9, ITEM_BYTES[precision])
-    tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
-    return _gemm_us_cached(key, tiles, m, n, k) / _row_rate(profile, m) + device.launch_us.value
-
-
-def _row_rate(profile: ClusterProfile, m: int) -> float:
+def _row_rate(points: Sequence[RowRate], m: int) -> float:
     """The measured rate at `m` rows, between points linear in the logarithm of the rows; 1 without a table."""
-    points = profile.device.gemm.rows
     if not points:
         return 1.0
     if m <= points[0].rows:

@@ -4,15 +4,15 @@ The first run is the reference. The step time is that of the slowest rank. The f
 buffers and select kernels: step times leave them out, losses do not.
 """
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from pydantic_core import to_json
 
 from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed, deviation
@@ -33,7 +33,7 @@ class Spread:
     p80: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Self:
         """The spread of a sample of at least one value."""
         return cls(*(float(value) for value in np.percentile(values, (50, 20, 80))))
 
@@ -56,14 +56,20 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Side:
-    """All launches of one config, with one record for each round. `peak` is None if the peak rate is unknown."""
+class Launched[Record]:
+    """All launches of one config: its name, the network, and one record for each round."""
 
     name: str
+    link: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Side(Launched[RunRecord]):
+    """All launches of one config that trains. `peak` is None if the peak rate is unknown."""
+
     workload: Workload
     peak: Peak | None
-    link: Mapping[str, Any]
-    records: tuple[RunRecord, ...]
 
     @property
     def timed_rounds_ms(self) -> list[list[float]]:
@@ -90,14 +96,12 @@ class ExposedSummary:
     Attributes:
         step_ms: exposed communication of a step.
         share_of_step: total exposed communication over the total step time.
-        by_op: mean over steps by op and direction, in milliseconds; largest first.
-        median_by_op: median over steps by op and direction, in milliseconds.
+        by_op: mean and median over steps by op and direction, in milliseconds; the largest mean first.
     """
 
     step_ms: Spread
     share_of_step: float
-    by_op: Mapping[tuple[str, str], float]
-    median_by_op: Mapping[tuple[str, str], float]
+    by_op: Mapping[tuple[str, str], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Comparison:
     attribution: Attribution | None
     device: Mapping[str, Any]
     versions: Mapping[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
 
     @property
     def headline(self) -> AgainstReference:
@@ -215,7 +219,7 @@ def summarize(side: Side) -> RunSummary:
     peak = side.peak
     first = side.records[0]
     evaluations = [time for record in side.records for time in record.evaluation_ms]
-    memory = [record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None]
+    own = [(first, other) for other in side.records[1:]]
     return RunSummary(
         name=side.name,
         step_time_ms=step_time,
@@ -227,13 +231,11 @@ def summarize(side: Side) -> RunSummary:
         peak_tflops=peak.tflops if peak is not None else None,
         peak_source=peak.source if peak is not None else "unknown",
         flops_convention=work.flops_convention,
-        peak_memory_bytes=max(memory, default=None),
+        peak_memory_bytes=_largest(record.peak_memory_bytes for record in side.records),
         losses=list(first.losses),
         grad_norms=list(first.grad_norms),
-        own_loss_deviation=_largest(max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]),
-        own_grad_norm_deviation=_largest(
-            max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]
-        ),
+        own_loss_deviation=_deviation(own, "losses", "loss"),
+        own_grad_norm_deviation=_deviation(own, "grad_norms", "grad-norm"),
         link=side.link,
         plugin=first.report,
         typical_step=_typical_step(side, step_time.median),
@@ -258,13 +260,14 @@ def _exposed(side: Side) -> ExposedSummary | None:
             return None
         steps += record.exposed[WARM_UP_ITERATIONS:]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
-    keys = {key for step in steps for key in step.by_op}
-    by_op = {key: sum(step.by_op.get(key, 0.0) for step in steps) / len(steps) for key in keys}
+    by_op = {}
+    for key in {key for step in steps for key in step.by_op}:
+        times = [step.by_op.get(key, 0.0) for step in steps]
+        by_op[key] = sum(times) / len(times), median(times)
     return ExposedSummary(
         step_ms=Spread.of([step.total_ms for step in steps]),
         share_of_step=sum(step.total_ms for step in steps) / total_ms,
-        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1], item[0]))),
-        median_by_op={key: median(step.by_op.get(key, 0.0) for step in steps) for key in keys},
+        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1][0], item[0]))),
     )
 
 
@@ -281,10 +284,8 @@ def _against(reference: Side, side: Side) -> AgainstReference:
         name=side.name,
         speedup=Spread.of(ratios),
         speedup_rounds=ratios,
-        max_loss_deviation=_largest(max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs),
-        max_grad_norm_deviation=_largest(
-            max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs
-        ),
+        max_loss_deviation=_deviation(pairs, "losses", f"{side.name}: loss"),
+        max_grad_norm_deviation=_deviation(pairs, "grad_norms", f"{side.name}: grad-norm"),
         # Ratio within a round: the resident set differs by a few percent from launch to launch.
         memory_ratio=median(memory) if memory else None,
         evaluation_speedup=Spread.of([median(a) / median(b) for a, b in evaluated]) if evaluated else None,
@@ -296,8 +297,7 @@ def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence
 
     Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
     """
-    rounds = zip(reference, other, strict=True)
-    return [median(base) / median(times) for base, times in rounds]
+    return [median(base) / median(times) for base, times in zip(reference, other, strict=True)]
 
 
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
@@ -312,72 +312,53 @@ def max_deviation(reference: Sequence[float | None], other: Sequence[float | Non
             continue
         if math.isfinite(a) != math.isfinite(b):
             raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
-        if not math.isfinite(a):
-            continue
-        largest = max(largest or 0.0, deviation(a, b))
+        if math.isfinite(a):
+            largest = max(largest or 0.0, deviation(a, b))
     return largest
 
 
-def comparison_content(comparison: Comparison) -> dict[str, Any]:
-    """The content of compare.json. Infinity and NaN become null, which JSON can represent."""
+def _deviation(pairs: Sequence[tuple[RunRecord, RunRecord]], series: str, what: str) -> float | None:
+    return _largest(max_deviation(getattr(a, series), getattr(b, series), what) for a, b in pairs)
+
+
+def _largest[T: float](values: Iterable[T | None]) -> T | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def comparison_content(comparison: Comparison) -> Any:
+    """The content of compare.json."""
     against = comparison.against
-    content: dict[str, Any] = {
+    content = {
         "runs": [_run_content(run) for run in comparison.runs],
-        "speedup": vars(comparison.headline.speedup),
+        "speedup": comparison.headline.speedup,
         "max_loss_deviation": _largest(entry.max_loss_deviation for entry in against),
         "max_grad_norm_deviation": _largest(entry.max_grad_norm_deviation for entry in against),
         "link": comparison.runs[0].link,
         "versions": comparison.versions,
         "device": comparison.device,
-        "against_first": [_against_content(entry) for entry in against],
+        "against_first": against,
         "settings": comparison.settings,
     }
     if comparison.attribution is not None:
-        content["attribution"] = {name: vars(spread) for name, spread in vars(comparison.attribution).items()}
-    return finite(content)  # type: ignore[no-any-return]
-
-
-def _against_content(entry: AgainstReference) -> dict[str, Any]:
-    return {**vars(entry), "speedup": vars(entry.speedup), "evaluation_speedup": _spread(entry.evaluation_speedup)}
-
-
-def _spread(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else vars(spread)
+        content["attribution"] = comparison.attribution
+    return json_content(content)
 
 
 def _run_content(run: RunSummary) -> dict[str, Any]:
-    content = {**vars(run), "step_time_ms": vars(run.step_time_ms), "typical_step": vars(run.typical_step)}
-    content["evaluation_ms"] = _spread(run.evaluation_ms)
+    exposed = None
     if run.exposed is not None:
-        content["exposed"] = {
-            "step_ms": vars(run.exposed.step_ms),
+        exposed = {
+            "step_ms": run.exposed.step_ms,
             "share_of_step": run.exposed.share_of_step,
             "floor_ms": run.floor_ms,
             "by_op": [
-                {"op": op, "direction": direction, "ms": time_ms, "median_ms": run.exposed.median_by_op[op, direction]}
-                for (op, direction), time_ms in run.exposed.by_op.items()
+                {"op": op, "direction": direction, "ms": mean_ms, "median_ms": median_ms}
+                for (op, direction), (mean_ms, median_ms) in run.exposed.by_op.items()
             ],
         }
-    if run.plugin is not None:
-        content["plugin"] = plugin_content(run.plugin)
-    return content
+    return {**vars(run), "exposed": exposed}
 
 
-def plugin_content(report: PluginReport) -> dict[str, Any]:
-    """The plugin's report of a run for compare.json."""
-    return {**vars(report), "fallbacks": [vars(fallback) for fallback in report.fallbacks]}
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON: NaN and infinity become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def json_content(content: Mapping[str, Any]) -> Any:
+    """A content as JSON represents it: dataclasses are objects, infinity and NaN are null."""
+    return json.loads(to_json(content, inf_nan_mode="null"))

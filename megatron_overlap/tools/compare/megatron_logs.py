@@ -6,7 +6,7 @@ been active.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,6 @@ _FIELDS = {
 }
 _ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
 
-FLOPS_CONVENTION = "as Megatron logged them (--log-throughput), one decimal"
 NOT_IN_A_LOG = "not in the log"
 NOTES = (
     "Read from finished logs. The runs were not interleaved: other load of the machines changes the ratio.",
@@ -58,39 +57,28 @@ def read_log(path: Path) -> Log:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise usage_error(
-            "compare --logs",
-            str(path),
-            f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run",
-        ) from error
+        remedy = f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run"
+        raise usage_error("compare --logs", str(path), remedy) from error
     lines: dict[int, dict[str, float]] = {}
     arguments: dict[str, int] = {}
     for row in text.splitlines():
         found = _ITERATION.search(row)
         if found is None:
-            named = _ARGUMENT.search(row)
-            if named is not None:
+            if named := _ARGUMENT.search(row):
                 arguments[named[1]] = int(named[2])
             continue
-        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
-        if "step_time_ms" not in line:
-            continue
         number = int(found[1])
-        if lines.get(number) == line:  # the output of two ranks in one file
+        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
+        # An equal line is from the output of another rank in the same file.
+        if "step_time_ms" not in line or lines.get(number) == line:
             continue
         if lines and number <= max(lines):
-            raise usage_error(
-                "compare --logs",
-                str(path),
-                f"iteration {number} comes after iteration {max(lines)}: give one file for each run",
-            )
+            remedy = f"iteration {number} comes after iteration {max(lines)}: give one file for each run"
+            raise usage_error("compare --logs", str(path), remedy)
         lines[number] = line
     if not lines:
-        raise usage_error(
-            "compare --logs",
-            str(path),
-            "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron",
-        )
+        remedy = "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron"
+        raise usage_error("compare --logs", str(path), remedy)
     return Log(path, lines, arguments.get("world_size"), arguments.get("seq_length"))
 
 
@@ -106,13 +94,11 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
     """
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
-        remedy = (
-            f"has {len(common)} iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
-        )
-        raise usage_error("compare --logs", str(logs[-1].path), remedy)
+        remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
+        raise usage_error("compare --logs", str(logs[-1].path), f"has {len(common)} {remedy}")
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
-    peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops", measured=False)
+    peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops")
     return [_side(log, common, stem if unique else str(log.path), peak) for log, stem in zip(logs, stems, strict=True)]
 
 
@@ -127,15 +113,14 @@ def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side
         meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
         report=None,
     )
-    return Side(name, _workload(log, rows), peak, {"kind": "log", "description": NOT_IN_A_LOG}, (record,))
-
-
-def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
-    """Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share."""
+    # Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share.
     batches = {row.get("global_batch") for row in rows}
     batch = batches.pop() if len(batches) == 1 else None
     tokens = int(batch) * log.seq_length if batch is not None and log.seq_length is not None else None
     counted = [row["tflops"] * row["step_time_ms"] * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.get("tflops")]
-    if not counted:
-        return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
-    return Workload(tokens, median(counted) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
+    flops, convention = None, "not in the log: run with --log-throughput"
+    if counted:
+        convention = "as Megatron logged them (--log-throughput), one decimal"
+        flops = median(counted) * (log.world_size or 1)
+    workload = Workload(tokens, flops, convention, log.world_size)
+    return Side(name, {"kind": "log", "description": NOT_IN_A_LOG}, (record,), workload, peak)

@@ -8,8 +8,8 @@ from typing import Any
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
 from megatron_overlap.config.megatron_args import value_at
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
-from megatron_overlap.tools.compare.generation import GenerationRecord, Workload, read_generation
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
+from megatron_overlap.tools.compare.generation import Workload
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
@@ -40,14 +40,6 @@ class Selection:
     configs: tuple[LaunchConfig, ...]
     serial: int | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Recorded[Record]:
-    """All rounds of one config: its records and its link."""
-
-    records: tuple[Record, ...]
-    link: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -89,8 +81,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
         raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
-    notes = []
-    serial = None
+    notes, serial = [], None
     if attribute:
         serial = len(configs)
         configs.append(_serial(file, overlapped))
@@ -138,15 +129,6 @@ def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
     return read_run(run_dir, config.world_size, config.train.iterations)
 
 
-def read_generated(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
-    """The record of one launch that generates.
-
-    Raises:
-        RunRecordError: see `read_generation`.
-    """
-    return read_generation(run_dir, config.world_size)
-
-
 def run_rounds[Record](
     configs: Sequence[LaunchConfig],
     rounds: int,
@@ -156,7 +138,7 @@ def run_rounds[Record](
     on_launch: Callable[[str], None] = lambda text: None,
     on_line: OnLine | None = None,
     on_note: Callable[[str], None] = lambda text: None,
-) -> list[Recorded[Record]]:
+) -> list[Launched[Record]]:
     """Launch every config once in each round, in alternating order, and read the records.
 
     A slow period of the machine affects all configs alike.
@@ -177,7 +159,6 @@ def run_rounds[Record](
         [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
     ]
     records: list[list[Record]] = [[] for _ in configs]
-    links: list[Mapping[str, Any]] = [{} for _ in configs]
     reported: set[str] = set()
 
     def note_once(text: str) -> None:
@@ -187,16 +168,18 @@ def run_rounds[Record](
 
     for number, planned in enumerate(plans, start=1):
         for index in launch_order(number, len(configs)):
-            name = configs[index].name
-            on_launch(f"round {number}/{rounds}  {name}")
             launched, config = planned[index], configs[index]
+            on_launch(f"round {number}/{rounds}  {config.name}")
             try:
                 execute(launched, on_line=on_line, on_note=note_once)
                 records[index].append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise LaunchFailedError(f"round {number} of {rounds}, {name}: {error}") from error
-            links[index] = link_of(launched)
-    return [Recorded(tuple(each), link) for each, link in zip(records, links, strict=True)]
+                raise LaunchFailedError(f"round {number} of {rounds}, {config.name}: {error}") from error
+    # The last launch of a config tells its network.
+    return [
+        Launched(config.name, link_of(launched), tuple(each))
+        for config, launched, each in zip(configs, plans[-1], records, strict=True)
+    ]
 
 
 def run_folder(folder: Path, number: int, name: str) -> Path:

@@ -9,27 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_overlap import tracing
+from megatron_overlap.tools import trace
 from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
 from megatron_overlap.tools.compare.rounds import run_folder
-from megatron_overlap.tools.trace import (
-    Clock,
-    MessageKey,
-    align_steps,
-    event_files,
-    events_of,
-    received_messages,
-    sent_times,
-)
-from megatron_overlap.tracing import (
-    EventFileError,
-    Kind,
-    RankEvents,
-    direction_of,
-    exposed_in,
-    merged,
-    read_events,
-    steps_of,
-)
 
 COMPUTATION = "computation and everything else"
 REMAINING_WAITS = "remaining waits"
@@ -107,7 +90,8 @@ def op_label(key: tuple[str, str]) -> str:
 def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after: ExposedSummary) -> Breakdown:
     start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
     keys = list(dict.fromkeys([*before.by_op, *after.by_op]))
-    times = {key: (before.median_by_op.get(key, 0.0), after.median_by_op.get(key, 0.0)) for key in keys}
+    none = (0.0, 0.0)
+    times = {key: (before.by_op.get(key, none)[1], after.by_op.get(key, none)[1]) for key in keys}
     shown = sorted((key for key in keys if max(times[key]) >= _MIN_SHARE * start_ms), key=lambda key: -max(times[key]))
     shown = sorted(shown[:_MAX_OPS], key=lambda key: times[key][1] - times[key][0])
     waits = (before.step_ms.median, after.step_ms.median)
@@ -115,17 +99,12 @@ def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after
     remaining = [waits[side] - sum(times[key][side] for key in shown) for side in (0, 1)]
     rows.append((REMAINING_WAITS, remaining[0], remaining[1]))
     rows.append((COMPUTATION, start_ms - waits[0], end_ms - waits[1]))
-    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
-    return Breakdown(first.name, run.name, start_ms, end_ms, _stacked(rows, start_ms), grouped)
-
-
-def _stacked(rows: Sequence[tuple[str, float, float]], start_ms: float) -> tuple[Change, ...]:
-    changes: list[Change] = []
-    at = start_ms
-    for label, before_ms, after_ms in rows:
-        changes.append(Change(label, before_ms, after_ms, at))
+    changes, at = [], start_ms
+    for row in rows:
+        changes.append(Change(*row, start_ms=at))
         at = changes[-1].stop_ms
-    return tuple(changes)
+    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
+    return Breakdown(first.name, run.name, start_ms, end_ms, tuple(changes), grouped)
 
 
 MAX_RANKS = 4
@@ -201,14 +180,14 @@ def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], lis
     return found, missing
 
 
-def read_step(run_dir: Path, iteration: int) -> tuple[list[RankEvents], list[str]]:
+def read_step(run_dir: Path, iteration: int) -> tuple[list[tracing.RankEvents], list[str]]:
     """One step of all ranks on the clock of rank 0, and the reason for each file that cannot be read."""
     ranks, unreadable = [], []
-    files = event_files(run_dir)
-    for path in files.values():
+    files = trace.event_files(run_dir).values()
+    for path in files:
         try:
-            ranks += align_steps([read_events(path)], iteration, iteration)
-        except EventFileError as error:
+            ranks += trace.align_steps([tracing.read_events(path)], iteration, iteration)
+        except tracing.EventFileError as error:
             unreadable.append(str(error))
         except ValueError as error:
             unreadable.append(f"{path}: step {iteration} is not in it: {error}")
@@ -217,19 +196,18 @@ def read_step(run_dir: Path, iteration: int) -> tuple[list[RankEvents], list[str
     return ranks, unreadable
 
 
-def step_timeline(run: RunSummary, ranks: Sequence[RankEvents]) -> StepTimeline:
+def step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
     """The timeline of one step of a run from the events of its ranks on one clock."""
-    bounds = {rank.rank: steps_of(rank)[0][1:] for rank in ranks}
+    bounds = {rank.rank: tracing.steps_of(rank)[0][1:] for rank in ranks}
     zero = min(start for start, _ in bounds.values())
-    waited = {rank.rank: exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
+    waited = {rank.rank: tracing.exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
     roles = _roles(bounds, waited)
-    sent = sent_times(ranks)
+    sent = trace.sent_times(ranks)
     shown = tuple(
         _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
     )
-    errors = [Clock.of(rank).error_ns for rank in ranks]
-    known = [error for error in errors if error is not None]
-    error_ns = max(known) if len(known) == len(errors) else None
+    known = [error for rank in ranks if (error := trace.Clock.of(rank).error_ns) is not None]
+    error_ns = max(known) if len(known) == len(ranks) else None
     return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)
 
 
@@ -244,8 +222,10 @@ def _roles(bounds: dict[int, tuple[int, int]], waited: dict[int, float]) -> dict
     return roles
 
 
-def _rank_step(rank: RankEvents, role: str, zero: int, sent: dict[MessageKey, int], waited_ms: float) -> RankStep:
-    _, start, stop = steps_of(rank)[0]
+def _rank_step(
+    rank: tracing.RankEvents, role: str, zero: int, sent: dict[trace.MessageKey, int], waited_ms: float
+) -> RankStep:
+    _, start, stop = tracing.steps_of(rank)[0]
 
     def inside(intervals: Iterable[_Interval]) -> list[_Interval]:
         cut = sorted((max(begin, start), min(end, stop), name) for begin, end, name in intervals)
@@ -253,14 +233,14 @@ def _rank_step(rank: RankEvents, role: str, zero: int, sent: dict[MessageKey, in
 
     def spans(intervals: Iterable[_Interval]) -> tuple[Span, ...]:
         return tuple(
-            Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(direction_of(name)))
+            Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(tracing.direction_of(name)))
             for begin, end, name in intervals
         )
 
-    recorded = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
+    recorded = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
     waits = inside((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in recorded)
-    messages = inside((one.start_ns, one.stop_ns, one.op) for one in received_messages(rank, sent))
-    receiving = merged(*(np.array([interval[place] for interval in messages], np.int64) for place in (0, 1)))
+    messages = inside((one.start_ns, one.stop_ns, one.op) for one in trace.received_messages(rank, sent))
+    receiving = tracing.merged(*(np.array([interval[place] for interval in messages], np.int64) for place in (0, 1)))
     return RankStep(
         rank=rank.rank,
         role=role,

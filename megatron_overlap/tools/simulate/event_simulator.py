@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
-from megatron_overlap.schedules import Plan
+from megatron_overlap.schedules import Chunk, Message, Plan, Work
 
+ANY_CHUNK = Chunk(0, 0)
+"""Chunk of work whose rows do not matter."""
 _DONE = 1e-9
 
 
@@ -39,10 +41,39 @@ class Stream:
     queued_us: tuple[float, ...] = ()
     movers: tuple[Mover, ...] = ()
 
-    @property
-    def num_messages(self) -> int:
-        """Number of messages that have bytes."""
-        return sum(size > 0 for size in self.send_bytes)
+
+class StreamBuilder:
+    """Builds a stream step by step where the rows of a chunk do not matter. Each step returns its number."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[Message, float, float]] = []
+        self._work: list[tuple[Work, float]] = []
+
+    def send(self, num_bytes: float, stretch: float = 1.0) -> int:
+        """A message after all work so far."""
+        message = Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self._work))
+        self._messages.append((message, num_bytes, stretch))
+        return len(self._messages) - 1
+
+    def compute(self, time_us: float, *needs: int) -> int:
+        """Work after the messages `needs`."""
+        self._work.append((Work((ANY_CHUNK,), needs=needs), time_us))
+        return len(self._work) - 1
+
+    def add(self, *messages: int) -> None:
+        """A sum after its messages, which takes no time."""
+        self._work.append((Work((), adds=messages), 0.0))
+
+    def stream(
+        self, latency_us: float | None = None, queued_us: tuple[float, ...] = (), movers: tuple[Mover, ...] = ()
+    ) -> Stream:
+        """The stream of all steps; see `Stream`."""
+        work, times = tuple(each for each, _ in self._work), tuple(time_us for _, time_us in self._work)
+        messages = tuple(message for message, _, _ in self._messages)
+        sizes = tuple(num_bytes for _, num_bytes, _ in self._messages)
+        stretch = tuple(factor for _, _, factor in self._messages)
+        plan = Plan("all_gather", "serial", 1, 0, 1, messages, work)
+        return Stream(plan, times, (0.0,) * len(times), sizes, latency_us, stretch, queued_us, movers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +96,7 @@ class SimulatedRun:
         compute_us: computation time with the slowdown by communication.
         arrived_us: arrival time of each message, by stream.
         slack_us: smallest time between the arrival of a message and its use.
-        num_messages: messages that this rank sends.
+        num_messages: messages with bytes that this rank sends.
     """
 
     time_us: float
@@ -165,25 +196,14 @@ class _Simulation:
                 message.starts = min(message.starts, max(self.now, message.ready))
                 message.noticed = min(message.noticed, self.now)
 
-    def _sendable(self) -> list[_Message]:
-        """The messages that may use the port: the first one, or all collectives."""
-        if self.kind == "collective":
-            return self.messages
-        return [message for message in self.messages if not message.arrived][:1]
-
-    def set_rates(self) -> None:
-        """Messages in transit share the port equally."""
-        active = [
-            message
-            for message in self._sendable()
-            if message.starts <= self.now + _DONE and message.left > 0 and not message.arrived
-        ]
-        for message in active:
-            message.rate = self.port_rate / len(active)
-
     def advance(self) -> None:
         """Advance the clock to the next event."""
-        self.set_rates()
+        # The messages that use the port share it equally: the first one, or all collectives.
+        waiting = [message for message in self.messages if not message.arrived]
+        sendable = waiting if self.kind == "collective" else waiting[:1]
+        active = [message for message in sendable if message.starts <= self.now + _DONE and message.left > 0]
+        for message in active:
+            message.rate = self.port_rate / len(active)
         moving = [message for message in self.messages if message.rate > 0]
         speed = self._speed(moving) if self.computing and moving else 1.0
         steps = [self.left / speed] if self.computing else []
@@ -261,5 +281,5 @@ def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "c
         simulation.sent_bytes,
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,
-        sum(stream.num_messages for stream in program.streams),
+        sum(size > 0 for stream in program.streams for size in stream.send_bytes),
     )

@@ -1,7 +1,5 @@
 """A pass: the operations of a rank in order, with the rank skew at their synchronization points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -61,15 +59,6 @@ class Pass:
     @property
     def expert_us(self) -> float:
         return sum(op.expert_us for op in self.ops)
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.ops + other.ops)
-
-
-def enqueued(ops: Sequence[Op]) -> Sequence[Op]:
-    """The operations, and the time by which the host takes longer to enqueue their messages."""
-    late_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
-    return [*ops, Op("host", late_us)] if late_us > 0 else ops
 
 
 def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
