@@ -50,7 +50,6 @@ updates: its main gradient is read for the norm, and read and written to be clip
 # The scheduler of the kernel runs both sides in turn: computation never stops.
 _LEAST_RATE = 0.05
 _US = 1e6
-_MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,8 @@ class CostModel:
         return 0.0 if cost is None else cost.value
 
     def gemm_us(self, m: int, n: int, k: int) -> float:
-        """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch.
-
-        0 if a dimension is 0: an empty piece is not launched.
-        """
-        if 0 in (m, n, k):
+        """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch."""
+        if 0 in (m, n, k):  # an empty piece is not launched
             return 0.0
         device, gemm = self.profile.device, self.profile.device.gemm
         peak = self.profile.peak_tflops(self.precision) * 1e12 * gemm.efficiency.value
@@ -129,10 +125,7 @@ class CostModel:
         return _gemm_us(key, tiles, m, n, k) / _row_rate(gemm.rows, m) + self.launch_us
 
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
-        """Time of an operation that reads and writes `num_bytes` in all.
-
-        Its rate is that of its kind if the profile has one, else that of the memory.
-        """
+        """Time to read and write `num_bytes` in all, at the rate of `kind` if the profile has it, or of the memory."""
         if num_bytes <= 0:
             return 0.0
         device = self.profile.device
@@ -147,23 +140,17 @@ class CostModel:
         return self.memory_us(TOUCHED[kind][backward] * outputs * self.item_bytes, kind, backward=backward)
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
-        """Host time of so many calls of the tensor library, without the operations themselves.
-
-        `loop` counts only the launch of each call: an optimizer loops over tensors without modules and autograd.
-        """
+        """Host time of calls of the tensor library; `loop`: only of their launches, without modules and autograd."""
         call = self.profile.device.call_us
         if call is None:
             return 0.0
         return calls * (self.launch_us if loop else call.value)
 
     def attention_us(self, flops: float, *, backward: bool = False, fused: bool = True) -> float:
-        """Time of attention with `flops` operations.
+        """Time of fused attention with `flops` operations, the masked ones not counted.
 
-        Args:
-            flops: of both products; fused attention does not count masked scores.
-            backward: whether it is the backward.
-            fused: False: only the products of attention with materialized scores. Their rate is that of attention if
-                the profile has a rate of the scores, else that of a GEMM.
+        Not `fused`: the products of attention that keeps its scores, masked ones counted. Their rate is that of
+        attention if the profile has a rate of the scores, else that of a GEMM.
         """
         device = self.profile.device
         share = device.attention_backward if backward else device.attention_forward
@@ -236,27 +223,25 @@ class CostModel:
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:
-        """Rank skew after a computation time since the last synchronization."""
-        points = [(point.computed_us.value, point.late_us.value) for point in self.profile.contention.late]
-        return _between(points, computed_us)
+        """Rank skew after a computation time since the last synchronization.
+
+        Linear between the points of the profile from (0, 0), extrapolated beyond the last one; at least 0.
+        """
+        low = below = slope = 0.0
+        for point in self.profile.contention.late:
+            high, above = point.computed_us.value, point.late_us.value
+            slope = (above - below) / (high - low)
+            if computed_us <= high:
+                break
+            low, below = high, above
+        return max(0.0, below + slope * (computed_us - low))
 
     def compute_rate(self, kind: Mover, bytes_per_us: float) -> float:
         """Relative speed of computation while the rank sends and receives `bytes_per_us` in all."""
         contention = self.profile.contention
         lost = contention.copy_.value if kind == "copy" else contention.collective.value
-        host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
+        host = contention.host_us_per_mb.value * bytes_per_us / 1e6
         return max(_LEAST_RATE, 1.0 - lost - host)
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between the points from (0, 0), extrapolated beyond the last one; at least 0."""
-    low = below = slope = 0.0
-    for high, above in points:
-        slope = (above - below) / (high - low)
-        if x <= high:
-            break
-        low, below = high, above
-    return max(0.0, below + slope * (x - low))
 
 
 def _rates(link: LinkProfile) -> tuple[float, float, float, float]:

@@ -89,9 +89,8 @@ def compare(
 
 def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> None:
     """Times, losses and peak rates of training, in a table and three files."""
-    console = Console()
-    folder, launched, notes = _launch(chosen, rounds, output, console, read_training)
-    console.print("measuring the peak rate of the device ...", highlight=False)
+    folder, launched, notes = _launch(chosen, rounds, output, read_training)
+    Console().print("measuring the peak rate of the device ...", highlight=False)
     name = str(launched[0].records[0].meta.get("device_name"))
     peaks: dict[tuple[object, ...], flops.Peak] = {}
     sides = []
@@ -116,13 +115,12 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
             *notes,
         ],
     }
-    _finish(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen), console)
+    _finish(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
 
 
 def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> None:
     """The same files for generation: times of prefill and decode, and the generated tokens."""
-    console = Console()
-    folder, launched, notes = _launch(chosen, rounds, output, console, read_generation)
+    folder, launched, notes = _launch(chosen, rounds, output, read_generation)
     how = [
         f"Rounds: {rounds}. Each round launches every run once; every second round in reversed order. A call that "
         "generates two tokens from the same prompts comes before the timed one.",
@@ -135,7 +133,7 @@ def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> 
     result = compare_generation(launched, {"rounds": rounds, "order": "alternating", "notes": how})
     generation_report.write(result, folder, _dumps(chosen))
     rows, lines = generation_report.rows(result), generation_report.notes(result)
-    _show(console, folder, result.runs, rows, lines, generation_report.headline(result))
+    _show(folder, result.runs, rows, lines, generation_report.headline(result))
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
@@ -147,7 +145,7 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
     logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
     folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
-    _finish(comparison.compare(logged, settings=settings), folder, {}, Console())
+    _finish(comparison.compare(logged, settings=settings), folder, {})
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -158,23 +156,20 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _open_folder(output: Path | None, parent: str, name: str) -> Path:
-    folder = output or unused_folder(parent, f"compare-{name}")
+def _open_folder(output: Path | None, parent: str, run: str) -> Path:
+    folder = output or unused_folder(parent, f"compare-{run}")
     with writing("compare --output", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        report.remove(folder)
+        for name in (report.JSON_FILE, report.HTML_FILE, report.PNG_FILE):  # of an earlier comparison
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 
 def _launch[Record](
-    chosen: Selection,
-    rounds: int,
-    output: Path | None,
-    console: Console,
-    read: Callable[[Path, LaunchConfig], Record],
+    chosen: Selection, rounds: int, output: Path | None, read: Callable[[Path, LaunchConfig], Record]
 ) -> tuple[Path, list[Launched[Record]], list[str]]:
     """All launches with their progress on the console: their folder, their records, and notes for the report."""
-    last, notes = chosen.configs[-1], list(chosen.notes)
+    console, last, notes = Console(), chosen.configs[-1], list(chosen.notes)
     folder = _open_folder(output, last.launch.output_dir, last.name)
 
     def note(text: str) -> None:
@@ -215,20 +210,16 @@ def _dumps(chosen: Selection) -> dict[str, str]:
     return {config.name: dump_config(config) for config in chosen.configs}
 
 
-def _finish(result: Comparison, folder: Path, configs: Mapping[str, str], console: Console) -> None:
+def _finish(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     report.write(result, folder, configs)
     lines = [report.headline(result), *filter(None, [report.attribution(result)])]
-    _show(console, folder, result.runs, report.rows(result), report.notes(result), *lines)
+    _show(folder, result.runs, report.rows(result), report.notes(result), *lines)
 
 
 def _show(
-    console: Console,
-    folder: Path,
-    runs: Sequence[report.Reported],
-    rows: Iterable[report.Row],
-    notes: Iterable[str],
-    *lines: str,
+    folder: Path, runs: Sequence[report.Reported], rows: Iterable[report.Row], notes: Iterable[str], *lines: str
 ) -> None:
+    console = Console()
     console.print(report.table(runs, rows))
     for line in notes:
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)

@@ -40,13 +40,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one iteration.
+    """Tokens and model FLOPs of one iteration on all ranks; None where unknown.
 
-    Attributes:
-        tokens: tokens of all ranks; None if unknown.
-        flops: model FLOPs of all ranks; None if unknown.
-        flops_convention: what the FLOPs include, or why they are unknown.
-        devices: number of ranks; None if unknown, and then `flops` are those of one rank.
+    `flops_convention` is what the FLOPs include, or why they are unknown. Without `devices` they are those of one rank.
     """
 
     tokens: int | None
@@ -93,10 +89,8 @@ class TypicalStep:
 class ExposedSummary:
     """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
 
-    Attributes:
-        step_ms: exposed communication of a step.
-        share_of_step: total exposed communication over the total step time.
-        by_op: mean and median over steps by op and direction, in milliseconds; the largest mean first.
+    `share_of_step` is the total over the total step time. `by_op` has the mean and the median over steps by op and
+    direction in milliseconds, the largest mean first.
     """
 
     step_ms: Spread
@@ -153,11 +147,9 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The two factors of the speedup, as ratios of step times. In each round their product is the speedup.
+    """The factors of the speedup in each round: reference over serial run, and serial run over overlapped run.
 
-    Attributes:
-        faster_collective: reference over serial run, which sends the messages of the plugin without overlap.
-        overlap: serial run over overlapped run.
+    The serial run sends the messages of the plugin without overlap.
     """
 
     faster_collective: Spread
@@ -165,15 +157,21 @@ class Attribution:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The result. `against` has one entry for each run except the reference; the first entry is the headline."""
+class Compared[Run]:
+    """All runs of a comparison, the reference first, and how they were measured."""
 
-    runs: list[RunSummary]
+    runs: Sequence[Run]
+    versions: Mapping[str, Any]
+    device: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison(Compared[RunSummary]):
+    """`against` has one entry for each run except the reference; the first entry is the headline."""
+
     against: list[AgainstReference]
     attribution: Attribution | None
-    device: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    settings: Mapping[str, Any]
 
     @property
     def headline(self) -> AgainstReference:
@@ -220,6 +218,11 @@ def summarize(side: Side) -> RunSummary:
     first = side.records[0]
     evaluations = [time for record in side.records for time in record.evaluation_ms]
     own = [(first, other) for other in side.records[1:]]
+    steps = [
+        TypicalStep(number, iteration, time)
+        for number, record in enumerate(side.records, start=1)
+        for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
+    ]
     return RunSummary(
         name=side.name,
         step_time_ms=step_time,
@@ -238,19 +241,10 @@ def summarize(side: Side) -> RunSummary:
         own_grad_norm_deviation=_deviation(own, "grad_norms", "grad-norm"),
         link=side.link,
         plugin=first.report,
-        typical_step=_typical_step(side, step_time.median),
+        typical_step=min(steps, key=lambda step: abs(step.step_time_ms - step_time.median)),
         exposed=_exposed(side),
         evaluation_ms=Spread.of(evaluations) if evaluations else None,
     )
-
-
-def _typical_step(side: Side, median_ms: float) -> TypicalStep:
-    steps = [
-        TypicalStep(number, iteration, time)
-        for number, record in enumerate(side.records, start=1)
-        for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
-    ]
-    return min(steps, key=lambda step: abs(step.step_time_ms - median_ms))
 
 
 def _exposed(side: Side) -> ExposedSummary | None:

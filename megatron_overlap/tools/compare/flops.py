@@ -204,12 +204,11 @@ def find_peak(device_name: str, cfg: LaunchConfig) -> Peak:
         return known
     device, precision, threads = cfg.launch.device, cfg.train.precision, cfg.launch.threads_per_rank
     ranks = cfg.world_size if device == "cpu" else 1
-    measure, environment = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
+    measure, env = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        commands = [
-            RankCommand(rank, [*measure, str(file), device, precision], environment) for rank, file in enumerate(files)
-        ]
+        launches = [[*measure, str(file), device, precision] for file in files]
+        commands = [RankCommand(rank, argv, env) for rank, argv in enumerate(launches)]
         run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
         rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
     source = f"measured: best square {precision} GEMM"

@@ -5,11 +5,12 @@ The first run is the reference. A launch times every workload once, after a shor
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.compare.comparison import Launched, Spread, json_content
+from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread, json_content
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
 
 RESULT_FILE = "generation.json"
@@ -58,13 +59,11 @@ class GenerationRecord:
 
 @dataclass(frozen=True)
 class WorkloadSummary:
-    """One workload of one run.
+    """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
     Attributes:
-        figures: of `METRICS`, over the rounds.
         speedups: in each round the time of the reference over that of the run; tokens/s the other way round. Empty for
             the reference.
-        sequences: number of prompts of all rounds.
         equal_sequences: those with the tokens of the reference.
         first_difference: smallest index of a token that differs; None where none does.
     """
@@ -93,14 +92,8 @@ class GenerationRun:
         return all(each.equal_sequences == each.sequences for each in self.workloads)
 
 
-@dataclass(frozen=True)
-class GenerationComparison:
-    """The result; the first run is the reference."""
-
-    runs: tuple[GenerationRun, ...]
-    versions: Mapping[str, Any]
-    device: Mapping[str, Any]
-    settings: Mapping[str, Any]
+GenerationComparison = Compared[GenerationRun]
+_Side = Launched[GenerationRecord]
 
 
 def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
@@ -112,22 +105,18 @@ def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
     path = run_dir / RESULT_FILE
     content = read_object(path)
     try:
-        rows = content["workloads"]
-        workloads = {
-            Workload(row["prompt_tokens"], row["batch"]): Measured(
-                {name: float(row[name]) for name in METRICS}, tuple(map(tuple, row["tokens"]))
-            )
-            for row in rows
-        }
-        engines = "/".join({str(row["engine"]) for row in rows})
+        workloads = {}
+        for row in content["workloads"]:
+            figures = {name: float(row[name]) for name in METRICS}
+            workload = Workload(row["prompt_tokens"], row["batch"])
+            workloads[workload] = Measured(figures, tuple(map(tuple, row["tokens"])))
+        engines = "/".join({str(row["engine"]) for row in content["workloads"]})
         return GenerationRecord(engines, workloads, content["meta"], read_reports(run_dir, config.world_size))
     except KeyError as error:
         raise RunRecordError(f"{path}: {error}: the key is missing") from error
 
 
-def compare_generation(
-    sides: Sequence[Launched[GenerationRecord]], settings: Mapping[str, Any]
-) -> GenerationComparison:
+def compare_generation(sides: Sequence[_Side], settings: Mapping[str, Any]) -> GenerationComparison:
     """Compares every side with the first. All sides have the same workloads and number of rounds."""
     reference, meta = sides[0], sides[0].records[0].meta
     device = {"kind": meta["device"], "name": meta["device_name"], "world_size": meta["world_size"]}
@@ -136,12 +125,10 @@ def compare_generation(
         first = side.records[0]
         workloads = tuple(_summarize(workload, side, reference) for workload in first.workloads)
         runs.append(GenerationRun(side.name, first.engine, workloads, side.link, first.report))
-    return GenerationComparison(tuple(runs), meta["versions"], device, settings)
+    return GenerationComparison(runs, meta["versions"], device, settings)
 
 
-def _summarize(
-    workload: Workload, side: Launched[GenerationRecord], reference: Launched[GenerationRecord]
-) -> WorkloadSummary:
+def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSummary:
     mine, base = ([record.workloads[workload] for record in each.records] for each in (side, reference))
     speedups = {}
     if side is not reference:
@@ -165,9 +152,8 @@ def _summarize(
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, or that only one of the two has; None: they are equal."""
-    shared = min(len(a), len(b))
-    differs = next((place for place in range(shared) if a[place] != b[place]), shared)
-    return None if differs == shared and len(a) == len(b) else differs
+    pairs = enumerate(zip_longest(a, b))
+    return next((place for place, (one, other) in pairs if one != other), None)
 
 
 def generation_content(result: GenerationComparison) -> Any:

@@ -99,9 +99,8 @@ def rows(result: GenerationComparison) -> list[report.Row]:
     for name, label in METRICS.items():
         for place, workload in enumerate(workloads):
             mine = [run.workloads[place] for run in runs]
-            shown.append(
-                report.Row(f"{label}: {workload.label}", tuple(f"{each.figures[name].median:,.1f}" for each in mine))
-            )
+            medians = tuple(f"{each.figures[name].median:,.1f}" for each in mine)
+            shown.append(report.Row(f"{label}: {workload.label}", medians))
             speedups = (report.ratio(each.speedups[name]) for each in mine[1:])
             shown.append(report.Row("relative to the reference", ("reference", *speedups), detail=True))
     for place, workload in enumerate(workloads):

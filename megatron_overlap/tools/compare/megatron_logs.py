@@ -6,7 +6,7 @@ been active.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -99,28 +99,30 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
     peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops")
-    return [_side(log, common, stem if unique else str(log.path), peak) for log, stem in zip(logs, stems, strict=True)]
+    found = []
+    for log, stem in zip(logs, stems, strict=True):
+        rows = [log.lines[number] for number in common]
+        record = RunRecord(
+            iterations=tuple(common),
+            step_time_ms=tuple(row["step_time_ms"] for row in rows),
+            losses=tuple(row.get("loss") for row in rows),
+            grad_norms=tuple(row.get("grad_norm") for row in rows),
+            peak_memory_bytes=None,
+            meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
+            report=None,
+        )
+        link = {"kind": "log", "description": NOT_IN_A_LOG}
+        found.append(Side(stem if unique else str(log.path), link, (record,), _workload(log, rows), peak))
+    return found
 
 
-def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side:
-    rows = [log.lines[number] for number in common]
-    record = RunRecord(
-        iterations=tuple(common),
-        step_time_ms=tuple(row["step_time_ms"] for row in rows),
-        losses=tuple(row.get("loss") for row in rows),
-        grad_norms=tuple(row.get("grad_norm") for row in rows),
-        peak_memory_bytes=None,
-        meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
-        report=None,
-    )
-    # Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share.
+def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
+    """Tokens if all lines have the same batch size; FLOPs per device as rate x time, which all lines share."""
     batches = {row.get("global_batch") for row in rows}
     batch = batches.pop() if len(batches) == 1 else None
     tokens = int(batch) * log.seq_length if batch is not None and log.seq_length is not None else None
     counted = [row["tflops"] * row["step_time_ms"] * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.get("tflops")]
-    flops, convention = None, "not in the log: run with --log-throughput"
-    if counted:
-        convention = "as Megatron logged them (--log-throughput), one decimal"
-        flops = median(counted) * (log.world_size or 1)
-    workload = Workload(tokens, flops, convention, log.world_size)
-    return Side(name, {"kind": "log", "description": NOT_IN_A_LOG}, (record,), workload, peak)
+    if not counted:
+        return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
+    convention = "as Megatron logged them (--log-throughput), one decimal"
+    return Workload(tokens, median(counted) * (log.world_size or 1), convention, log.world_size)

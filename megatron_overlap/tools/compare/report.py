@@ -55,7 +55,10 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
 
     `configs` has the resolved config of each run by the name of the run. `RUNS_FOLDER` in `folder` has the events.
     """
-    steps, step_notes = _steps(result, folder / RUNS_FOLDER)
+    steps, step_notes = list[StepTimeline](), [NO_EVENTS]
+    if any(run.exposed is not None for run in result.runs):
+        steps, missing = timelines(result, folder / RUNS_FOLDER)
+        step_notes = [*(timeline_notes(steps) if steps else []), *missing]
     caption = "read from finished logs"
     if not from_logs(result):
         caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
@@ -88,12 +91,6 @@ def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, A
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
-
-
-def remove(folder: Path) -> None:
-    """Remove the files of an earlier comparison."""
-    for name in (JSON_FILE, HTML_FILE, PNG_FILE):
-        (folder / name).unlink(missing_ok=True)
 
 
 def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
@@ -296,14 +293,6 @@ def fallback_lines(runs: Sequence[Reported]) -> list[tuple[str, str, str, str, i
         if run.plugin is not None
         for fallback in run.plugin.fallbacks
     ]
-
-
-def _steps(result: Comparison, runs_folder: Path) -> tuple[list[StepTimeline], list[str]]:
-    """One step of each run that recorded events, and the notes about them."""
-    if all(run.exposed is None for run in result.runs):
-        return [], [NO_EVENTS]
-    found, missing = timelines(result, runs_folder)
-    return found, [*(timeline_notes(found) if found else []), *missing]
 
 
 def _rounds(result: Comparison) -> str:

@@ -30,11 +30,9 @@ class LaunchFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Selection:
-    """The launches of a comparison, the reference first.
+    """The launches of a comparison, the reference first, and the changes made to the configs, for the report.
 
-    Attributes:
-        serial: index of the run that sends the messages of the plugin without overlap; None without such a run.
-        notes: changes made to the configs, for the report.
+    `serial` is the index of the run that sends the messages of the plugin without overlap, if any.
     """
 
     configs: tuple[LaunchConfig, ...]
@@ -44,14 +42,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What every launch of a comparison of generation generates.
+    """What every launch of a comparison of generation generates: every length of prompts with every batch.
 
-    Attributes:
-        prompt_tokens: lengths of the prompts; None: a quarter of `train.seq_length`, and `train.seq_length` or as many
-            tokens as the model has positions for.
-        batches: numbers of prompts; every length runs with each.
-        new_tokens: generated from each prompt.
-        engine: `static` or `dynamic`.
+    `prompt_tokens` None: a quarter of `train.seq_length`, and `train.seq_length` or as many tokens as the model has
+    positions for.
     """
 
     prompt_tokens: tuple[int, ...] | None
@@ -93,11 +87,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
 
 
 def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: GenerationPlan) -> Selection:
-    """Complete and check the configs of a comparison of generation, and make them launch `scripts/generate_gpt.py`.
-
-    Args:
-        given: files and the configs read from them. A single config is compared with itself on the stock path.
-        generation: what every launch generates.
+    """As `select`, for configs that launch `scripts/generate_gpt.py`.
 
     Raises:
         ConfigError: a config cannot generate, or the configs are not comparable; one line that names the key.
@@ -121,11 +111,7 @@ def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: Gen
 
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
-    """The record of one launch of a training.
-
-    Raises:
-        RunRecordError: see `read_run`.
-    """
+    """The record of one launch of a training; see `read_run`."""
     return read_run(run_dir, config.world_size, config.train.iterations)
 
 
@@ -155,9 +141,8 @@ def run_rounds[Record](
         ConfigError: a config cannot be launched; nothing was started.
         LaunchFailedError: a launch failed; its processes have ended.
     """
-    plans = [
-        [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
-    ]
+    numbers = range(1, rounds + 1)
+    plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
     records: list[list[Record]] = [[] for _ in configs]
     reported: set[str] = set()
 
@@ -166,7 +151,7 @@ def run_rounds[Record](
             reported.add(text)
             on_note(text)
 
-    for number, planned in enumerate(plans, start=1):
+    for number, planned in zip(numbers, plans, strict=True):
         for index in launch_order(number, len(configs)):
             launched, config = planned[index], configs[index]
             on_launch(f"round {number}/{rounds}  {config.name}")
@@ -211,9 +196,13 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
         _same_training(given)
         return *given[1], [config for _, config in given]
     file, overlapped = given[0]
-    if not _has_overlap(overlapped):
+    overlap = overlapped.overlap
+    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.expert.method, overlap.varlen.method)
+    # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
+    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and overlapped.num_weight_copies > 1)
+    if not data and all(method == "none" for method in methods):
         remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
-        raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)
+        raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
     return file, overlapped, [*arms(overlapped)]
 
 
@@ -228,14 +217,6 @@ def _generating(config: LaunchConfig, generation: GenerationPlan) -> LaunchConfi
         overlap={"trace": False},
         megatron_args=(*config.megatron_args, *arguments),
     )
-
-
-def _has_overlap(config: LaunchConfig) -> bool:
-    overlap = config.overlap
-    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.expert.method, overlap.varlen.method)
-    # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
-    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.num_weight_copies > 1)
-    return data or any(method != "none" for method in methods)
 
 
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:

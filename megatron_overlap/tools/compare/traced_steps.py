@@ -110,9 +110,6 @@ def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after
 MAX_RANKS = 4
 """With more ranks the picture shows only those that `RankStep.role` describes."""
 
-_Interval = tuple[int, int, str]
-"""Start and stop in nanoseconds, and the op."""
-
 
 @dataclass(frozen=True)
 class Span:
@@ -132,8 +129,7 @@ class RankStep:
         start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
         waits: intervals in which the rank waited for communication.
         messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
-        waited_ms: length of the union of all waits.
-        receiving_ms: length of the union of all messages.
+        waited_ms, receiving_ms: length of the union of all waits, and of all messages.
     """
 
     rank: int
@@ -148,13 +144,9 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The typical step of one run.
+    """The typical step of one run: the median of all timed steps, the ranks that are shown, and how many recorded it.
 
-    Attributes:
-        median_ms: median over all timed steps of the run.
-        ranks: the ranks that are shown, in order.
-        num_ranks: number of ranks that recorded the step.
-        clock_error_ns: largest clock error of a rank; None where a clock was not compared.
+    `clock_error_ns` is the largest clock error of a rank; None where a clock was not compared.
     """
 
     run: str
@@ -172,32 +164,24 @@ def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], lis
         if run.exposed is None:
             missing.append(f"{run.name} recorded no events; set overlap.trace=true to record them")
             continue
-        run_dir = run_folder(folder, run.typical_step.round, run.name)
-        ranks, unreadable = read_step(run_dir, run.typical_step.iteration)
-        missing += [f"{run.name}: {reason}" for reason in unreadable]
+        run_dir, iteration = run_folder(folder, run.typical_step.round, run.name), run.typical_step.iteration
+        ranks: list[tracing.RankEvents] = []
+        files = trace.event_files(run_dir).values()
+        if not files:
+            missing.append(f"{run.name}: {run_dir}: no events in it")
+        for path in files:
+            try:
+                ranks += trace.align_steps([tracing.read_events(path)], iteration, iteration)
+            except tracing.EventFileError as error:
+                missing.append(f"{run.name}: {error}")
+            except ValueError as error:
+                missing.append(f"{run.name}: {path}: step {iteration} is not in it: {error}")
         if ranks:
-            found.append(step_timeline(run, ranks))
+            found.append(_step_timeline(run, ranks))
     return found, missing
 
 
-def read_step(run_dir: Path, iteration: int) -> tuple[list[tracing.RankEvents], list[str]]:
-    """One step of all ranks on the clock of rank 0, and the reason for each file that cannot be read."""
-    ranks, unreadable = [], []
-    files = trace.event_files(run_dir).values()
-    for path in files:
-        try:
-            ranks += trace.align_steps([tracing.read_events(path)], iteration, iteration)
-        except tracing.EventFileError as error:
-            unreadable.append(str(error))
-        except ValueError as error:
-            unreadable.append(f"{path}: step {iteration} is not in it: {error}")
-    if not files:
-        unreadable.append(f"{run_dir}: no events in it")
-    return ranks, unreadable
-
-
-def step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
-    """The timeline of one step of a run from the events of its ranks on one clock."""
+def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
     bounds = {rank.rank: tracing.steps_of(rank)[0][1:] for rank in ranks}
     zero = min(start for start, _ in bounds.values())
     waited = {rank.rank: tracing.exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
@@ -227,27 +211,25 @@ def _rank_step(
 ) -> RankStep:
     _, start, stop = tracing.steps_of(rank)[0]
 
-    def inside(intervals: Iterable[_Interval]) -> list[_Interval]:
+    def spans(intervals: Iterable[tuple[int, int, str]]) -> tuple[Span, ...]:
+        """The parts inside the step of intervals in nanoseconds, in order."""
         cut = sorted((max(begin, start), min(end, stop), name) for begin, end, name in intervals)
-        return [interval for interval in cut if interval[1] > interval[0]]
-
-    def spans(intervals: Iterable[_Interval]) -> tuple[Span, ...]:
         return tuple(
             Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(tracing.direction_of(name)))
-            for begin, end, name in intervals
+            for begin, end, name in cut
+            if end > begin
         )
 
-    recorded = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
-    waits = inside((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in recorded)
-    messages = inside((one.start_ns, one.stop_ns, one.op) for one in trace.received_messages(rank, sent))
-    receiving = tracing.merged(*(np.array([interval[place] for interval in messages], np.int64) for place in (0, 1)))
+    waits = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
+    messages = list(trace.received_messages(rank, sent))
+    bounds = np.array([(one.start_ns, one.stop_ns) for one in messages], np.int64).reshape(-1, 2).clip(start, stop)
     return RankStep(
         rank=rank.rank,
         role=role,
         start_ms=(start - zero) / 1e6,
         stop_ms=(stop - zero) / 1e6,
-        waits=spans(waits),
-        messages=spans(messages),
+        waits=spans((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in waits),
+        messages=spans((one.start_ns, one.stop_ns, one.op) for one in messages),
         waited_ms=waited_ms,
-        receiving_ms=sum(end - begin for begin, end in receiving) / 1e6,
+        receiving_ms=sum(end - begin for begin, end in tracing.merged(bounds[:, 0], bounds[:, 1])) / 1e6,
     )

@@ -78,17 +78,15 @@ def simulate(
         content["sweep"] = _sweep(job, model)
     if generation:
         content["generation_us"] = generation_us(job, model, _METHODS)
-    console = Console()
+    console = Console(highlight=False)
     _show(console, job, model, content)
     if output is not None:
         with writing("simulate --json", output):
             output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console.print(f"json: {output}", highlight=False, soft_wrap=True)
+        console.print(f"json: {output}", soft_wrap=True)
     capacity = profile.device.memory_gib.value
     if memory.total > capacity:
-        console.print(
-            f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold", highlight=False
-        )
+        console.print(f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold")
         return 1
     return 0
 
@@ -144,14 +142,13 @@ def _memory(memory: Memory) -> dict[str, float]:
 
 def _show(console: Console, job: Job, model: CostModel, content: Mapping[str, Any]) -> None:
     profile = model.profile
-    console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}", highlight=False)
+    console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}")
     console.print(_table("Simulated step (times in ms)", "tensor parallelism", content["methods"]))
     memory = content["memory_gib"]
     console.print(
         f"Estimated memory of a rank: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
         f"({memory['parameters_and_gradients']:.0f} parameters and gradients, {memory['optimizer']:.0f} optimizer, "
         f"{memory['activations']:.0f} activations).",
-        highlight=False,
         soft_wrap=True,
     )
     if "sweep" in content:
@@ -168,9 +165,7 @@ def _show(console: Console, job: Job, model: CostModel, content: Mapping[str, An
         for name, title in titles.items():
             columns = [(key.removeprefix(f"{name} "), key, 1.0, 0) for key in next(iter(times.values())) if name in key]
             console.print(_table(f"{title}, one layer, simulated (us)", "tensor parallelism", times, columns))
-    console.print(
-        f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
-    )
+    console.print(f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", soft_wrap=True)
 
 
 _Column = tuple[str, str, float, int]

@@ -205,7 +205,12 @@ class _Simulation:
         for message in active:
             message.rate = self.port_rate / len(active)
         moving = [message for message in self.messages if message.rate > 0]
-        speed = self._speed(moving) if self.computing and moving else 1.0
+        speed = 1.0
+        if self.computing and moving:
+            # Messages of several movers are sent one after another.
+            movers = self.program.streams[moving[0].stream].movers
+            kind = movers[moving[0].index] if movers else self.kind
+            speed = self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
             if message.arrived:
@@ -223,12 +228,6 @@ class _Simulation:
             if self.left <= _DONE * max(1.0, self.now):
                 self._complete_work()
         self._complete_messages()
-
-    def _speed(self, moving: list[_Message]) -> float:
-        """Speed of computation beside messages. Those of several movers are sent one after another."""
-        movers = self.program.streams[moving[0].stream].movers
-        kind = movers[moving[0].index] if movers else self.kind
-        return self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
 
     def _complete_work(self) -> None:
         number, work = self.program.order[self.next_work]

@@ -79,10 +79,6 @@ class ExpertLayer:
         size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
         return self.model.link(near if peer < near else size)
 
-    def stretch(self, peer: int) -> float:
-        """Transfer time of a message from rank 0, relative to one between nodes."""
-        return self.model.link(self.experts.parallel).copy_rate / self.link(peer).copy_rate
-
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of both weights of an expert."""
@@ -141,10 +137,11 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    steps, row_bytes = StreamBuilder(), layer.hidden * model.item_bytes
+    steps, link = StreamBuilder(), model.link(experts.parallel)
 
     def send(segments: Segments, peer: int) -> int:
-        return steps.send(float(sum(segment.rows for segment in segments) * row_bytes), layer.stretch(peer))
+        num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
+        return steps.send(float(num_bytes), link.copy_rate / layer.link(peer).copy_rate)
 
     for message in plan.messages:
         send(message.sent, message.to)
@@ -160,7 +157,6 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     steps.compute(0.0, *combined)
-    link = model.link(experts.parallel)
     if not model.on_device:
         return run_program(in_order(steps.stream()), model, link, "copy")
     # NCCL's kernels carry the messages, one after another.

@@ -31,10 +31,8 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 class Experts:
     """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
 
-    Attributes:
-        shape: number and sizes.
-        parallel: consecutive ranks that share the experts.
-        overlap: none: dispatch, experts, combine; p2p: the plugin; auto: p2p if it is faster.
+    `parallel` consecutive ranks share them. `overlap` none: dispatch, experts, combine; p2p: the plugin; auto: p2p if
+    faster.
     """
 
     shape: ExpertShape
@@ -52,9 +50,7 @@ class Job:
     """One training step of a model.
 
     Attributes:
-        seq_length: tokens per sequence.
-        micro_batch_size: sequences per micro-batch.
-        global_batch_size: sequences per step over all replicas.
+        micro_batch_size, global_batch_size: sequences per micro-batch, and per step over all replicas.
         tensor, context, pipeline, data: sizes of the parallel groups. Rank order as in Megatron: tensor, context, data,
             pipeline.
         virtual: model chunks per pipeline stage; 1 is 1F1B without interleaving.
@@ -64,7 +60,6 @@ class Job:
             is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
             half of the gate and all elementwise operations.
         recompute_output: see `config.overlap.TensorOverlap`.
-        precision: dtype of weights and activations.
         split: parts of a micro-batch whose messages overlap each other's computation; auto: those that the layout
             supports, if they are faster than separate layers.
         data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.

@@ -79,7 +79,7 @@ class Layers:
             *self._rotary(backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
-            *self._accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
+            *self.accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
             *self._calls(self._layer_calls(backward=True)),
         )
         recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
@@ -131,7 +131,7 @@ class Layers:
             kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
             batch_us = _BATCH_MESSAGES * self.model.message_us(0, self.tensor_link)
             forward += [_exposed("batch", batch_us), _exposed("embedding sum", self._collective_us(kind, moved))]
-        backward = [self._memory("embedding grad", 3 * moved), *self._accumulated(table), *self._calls(_FIRST_CALLS[1])]
+        backward = [self._memory("embedding grad", 3 * moved), *self.accumulated(table), *self._calls(_FIRST_CALLS[1])]
         if job.tensor > 1 and job.sequence_parallel:
             backward = [_exposed("embedding grad gather", self._collective_us("all_gather", moved)), *backward]
         return self.skewed(*forward, *self._calls(_FIRST_CALLS[0])), self.skewed(*backward)
@@ -148,7 +148,7 @@ class Layers:
             self._loss(columns, backward=True),
             self._column("logits", columns, backward=True),
             self._norm(backward=True),
-            *self._accumulated(self.job.table_parameters / self.job.tensor),
+            *self.accumulated(self.job.table_parameters / self.job.tensor),
             *self._calls(_LAST_CALLS[1]),
         ]
         return self.skewed(*forward, *self._calls(_LAST_CALLS[0])), self.skewed(*backward)
@@ -202,7 +202,7 @@ class Layers:
         moved = LOSS_BYTES[backward] * self.job.rows * columns
         return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
 
-    def _accumulated(self, parameters: float) -> Iterable[Op]:
+    def accumulated(self, parameters: float) -> Iterable[Op]:
         """Accumulation into the main gradients, if the GEMM does not do it."""
         if not self.job.fused_accumulation:
             moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
@@ -264,7 +264,11 @@ class Layers:
         if job.materializes_scores:
             # All scores, masked ones included: two products forward, four backward.
             whole = self.model.attention_us(flops * (4.0 if backward else 2.0), backward=backward, fused=False)
-            yield from self._scores(heads, backward)
+            scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
+            yield self._elementwise("scores", "scores", scores, backward=backward)
+            if model.num_query_groups < model.num_attention_heads:
+                moved = 2 * job.rows * (self._keys + self._queries)
+                yield self._elementwise("repeat", "repeat", moved, backward=backward)
         else:
             # Two products forward and five backward, each 2 s^2 d, half of it masked.
             whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
@@ -276,15 +280,6 @@ class Layers:
         step = whole / job.context
         time = step + (job.context - 1) * max(step, move)
         yield Op(name, time, context_us=time - whole)
-
-    def _scores(self, heads: int, backward: bool) -> Iterable[Op]:
-        """Elementwise passes over the scores, and over keys and values repeated for every query head."""
-        job, model = self.job, self.job.model
-        scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
-        yield self._elementwise("scores", "scores", scores, backward=backward)
-        if model.num_query_groups < model.num_attention_heads:
-            moved = 2 * job.rows * (self._keys + self._queries)
-            yield self._elementwise("repeat", "repeat", moved, backward=backward)
 
 
 def _exposed(name: str, time_us: float) -> Op:

@@ -24,7 +24,7 @@ first GEMM (`_pipelined_multi_all_gather_and_consume` in `torch/distributed/_sym
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
@@ -42,7 +42,7 @@ from megatron_overlap.tools.simulate.event_simulator import (
 )
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
-METHODS: tuple[Method, ...] = ("serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled")
+METHODS: tuple[Method, ...] = get_args(Method)
 
 SLICES = 4
 """Slices of a sliced collective, and default splits of TransformerEngine's pipelined reduce-scatter."""
@@ -98,12 +98,8 @@ class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
 
     The simulation runs rank 0 for all ranks. That is exact if ranks and chunks divide the rows evenly. Otherwise the
-    chunks of other ranks differ from those of rank 0 by one row.
-
-    Attributes:
-        rows: rows of the gathered activation.
-        out_features: columns of this rank's output, `n`.
-        in_features: columns of this rank's input, `k`.
+    chunks of other ranks differ from those of rank 0 by one row. `rows` are those of the gathered activation,
+    `out_features` (n) and `in_features` (k) the columns of this rank's output and input.
     """
 
     model: CostModel
@@ -131,10 +127,9 @@ class Linear:
         dgrad_us = self.model.gemm_us(self.rows, width, self.out_features)
         # wgrad needs the gathered input: gathered again, or saved by the forward.
         if method in ("serial", "compiled") or self.link.size == 1:
-            gathers: list[_Step] = [] if saved else [("all_gather", width)]
-            return self._sequential(
-                [*gathers, ("compute", dgrad_us), ("reduce_scatter", width), ("compute", self.wgrad_us)]
-            )
+            sequence: list[_Step] = [] if saved else [("all_gather", width)]
+            sequence += [("compute", dgrad_us), ("reduce_scatter", width), ("compute", self.wgrad_us)]
+            return self._sequential(sequence)
         steps = StreamBuilder()
         gathered = () if saved else (self._send(steps, "all_gather", self.rows, width),)
         if method in ("p2p", "fused", "sliced"):
@@ -209,9 +204,8 @@ class Linear:
         """An all-gather of rows of width k and the GEMM to width n, then other work."""
         method = self.overlap.method
         if method in ("serial", "stock") or self.link.size == 1:
-            return self._sequential(
-                [("all_gather", k), ("compute", self.model.gemm_us(self.rows, n, k)), ("compute", then_us)]
-            )
+            gemm_us = self.model.gemm_us(self.rows, n, k)
+            return self._sequential([("all_gather", k), ("compute", gemm_us), ("compute", then_us)])
         if method == "sliced":
             steps = StreamBuilder()
             for rows in self._slices:

@@ -13,11 +13,8 @@ class Op:
     """One operation of a layer. Times are in microseconds.
 
     Attributes:
-        name: module and operation.
         time_us: time from start to end.
-        tensor_us: exposed tensor parallel communication in it.
-        context_us: exposed context parallel communication in it.
-        expert_us: exposed expert parallel communication in it.
+        tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication in it.
         sync: where the tensor parallel ranks synchronize; None: nowhere.
         slack_us: skew of the peers that does not delay the rank.
         enqueue_us: host time of its point-to-point messages.
@@ -64,10 +61,7 @@ class Pass:
 def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
     """A pass in which each synchronization takes longer by the rank skew.
 
-    Args:
-        ops: operations in order.
-        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
-            assumed to be of the same kind.
+    `late_us` is the skew by the computation time since the last one; the previous pass is assumed to be of this kind.
     """
     last = max((index for index, op in enumerate(ops) if op.sync), default=None)
     if last is None:

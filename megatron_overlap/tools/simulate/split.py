@@ -104,10 +104,6 @@ class _PartLayers(Layers):
         copy_us = self.model.memory_us(2 * num_bytes)
         return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
 
-    def accumulated_us(self) -> float:
-        """See `Layers`: once for each layer."""
-        return sum(op.time_us for op in self._accumulated(self.job.layer_parameters() / self.job.tensor))
-
 
 class _Part(StreamBuilder):
     """The stream of one part. Each message is a collective."""
@@ -246,13 +242,13 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
         simulated = run_program(schedule.program(), model, whole.tensor_link)
-        more = whole.accumulated_us() if backward else 0.0
+        gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(kind == "all_gather" for part in schedule.parts for kind in part.kinds)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
             f"{split} parts{' grad' if backward else ''}",
-            simulated.time_us / count + more,
+            simulated.time_us / count + sum(each.time_us for each in gradients),
             simulated.exposed_us / count,
             sync="before",
             slack_us=simulated.slack_us,

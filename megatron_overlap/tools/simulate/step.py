@@ -11,6 +11,7 @@ Megatron-Core.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel
@@ -46,9 +47,8 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
     if chunks > 1 and microbatches % stages:
         raise ValueError(f"microbatches: {microbatches}: must be a multiple of the {stages} stages when interleaved")
     total = microbatches * chunks
-    forwards, backwards = (
-        [_unit(backward, index, stages, chunks) for index in range(total)] for backward in (False, True)
-    )
+    forwards = [_unit(False, index, stages, chunks) for index in range(total)]
+    backwards = [_unit(True, index, stages, chunks) for index in range(total)]
     warm_up = stages - stage - 1
     if chunks > 1:
         warm_up = 2 * warm_up + (chunks - 1) * stages
@@ -61,11 +61,8 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
     """Largest number of chunk activations that a stage saves at the same time."""
-    live = most = 0
-    for unit in order(stages, stage, chunks, microbatches):
-        live += -1 if unit.backward else 1
-        most = max(most, live)
-    return most
+    units = order(stages, stage, chunks, microbatches)
+    return max(accumulate(-1 if unit.backward else 1 for unit in units))
 
 
 def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
@@ -166,12 +163,10 @@ class _Simulation:
         if gradients:
             kind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
             item_bytes = self.job.gradient_bytes
-        dense, experts = (
-            sum(each) for each in zip(*((parts[k].parameters, parts[k].experts) for k in bucket), strict=True)
-        )
-        return self.model.collective_us(kind, dense * item_bytes, self.data_link) + self.model.collective_us(
-            kind, experts * item_bytes, self.expert_link
-        )
+        sizes = zip(*((parts[k].parameters, parts[k].experts) for k in bucket), strict=True)
+        dense, experts = (sum(each) * item_bytes for each in sizes)
+        collective_us = self.model.collective_us
+        return collective_us(kind, dense, self.data_link) + collective_us(kind, experts, self.expert_link)
 
     def parameter_times(self, stage: int) -> dict[int, float]:
         """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
@@ -204,15 +199,13 @@ class _Simulation:
 
     def _needed(self, unit: Unit, stage: int) -> tuple[Unit, int] | None:
         """The unit that must run first: the same micro-batch in the previous model chunk, or in the next one."""
-        num_chunks = self.job.pipeline * self.job.virtual
-        position = unit.chunk * self.job.pipeline + stage
-        before = position + 1 if unit.backward else position - 1
+        before = unit.chunk * self.job.pipeline + stage + (1 if unit.backward else -1)
         if before < 0:
             return None
-        if before == num_chunks:
-            return Unit(False, unit.chunk, unit.microbatch), stage
+        if before == self.job.pipeline * self.job.virtual:
+            return unit._replace(backward=False), stage
         chunk, other = divmod(before, self.job.pipeline)
-        return Unit(unit.backward, chunk, unit.microbatch), other
+        return unit._replace(chunk=chunk), other
 
     def _run(self, stage: _Stage, unit: Unit, input_arrival: float) -> float:
         """Run a unit on a stage. Returns the time at which its result is in the next stage."""

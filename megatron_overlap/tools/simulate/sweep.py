@@ -101,9 +101,9 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
     capacity = model.profile.device.memory_gib.value
     tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node)]
     fitting = [(layout, memory) for layout, memory in tried if memory.total <= capacity]
-    found = [Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting]
-    found.sort(key=lambda candidate: candidate.time.step_us)
-    return Sweep(found[:keep], len(tried), len(tried) - len(fitting))
+    found = (Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting)
+    best = sorted(found, key=lambda candidate: candidate.time.step_us)[:keep]
+    return Sweep(best, len(tried), len(tried) - len(fitting))
 
 
 def layouts(job: Job, per_node: int) -> Iterator[Job]:
