@@ -57,11 +57,8 @@ class Link:
     """The link of one rank to the others of its group. Rates are bytes per microsecond and direction.
 
     Attributes:
-        size: ranks of the group.
-        latency_us: fixed cost of one message.
-        copy_rate: rate of one rank's point-to-point messages.
-        collective_rate: bus bandwidth of a ring collective.
-        scatter_rate: the same of a reduce-scatter.
+        latency_us, copy_rate: fixed cost and rate of one rank's point-to-point messages.
+        collective_rate, scatter_rate: bus bandwidth of a ring collective, and of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
         all_reduce_rate: bus bandwidth of an all-reduce relative to the bytes of an all-gather; None: a reduce-scatter
             and an all-gather.
@@ -185,19 +182,13 @@ class CostModel:
             return link
         return replace(link, copy_us=engines.copy_us.value, flag_us=engines.flag_us.value)
 
-    def nccl_message_us(self, link: Link) -> float:
-        """Fixed time of a message on NCCL: its latency and a kernel. The next kernel starts when it has ended."""
-        return link.latency_us + self.launch_us
-
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
         return link.latency_us + num_bytes / link.copy_rate
 
     def all_to_all_us(self, num_bytes: float, size: int) -> float:
-        """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank.
-
-        Messages inside a node and between nodes are concurrent.
-        """
+        """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank."""
+        # Messages inside a node and between nodes are concurrent.
         if size == 1 or num_bytes <= 0:
             return 0.0
         near, link = min(size, self.profile.devices_per_node), self.link(size)

@@ -195,7 +195,8 @@ def _workload(config: LaunchConfig) -> Workload:
         counted, convention = flops.step_flops(config), flops.CONVENTION
     except flops.UnknownFlopsError as error:
         counted, convention = None, str(error)
-    return Workload(flops.tokens_per_step(config), counted, convention, config.world_size)
+    tokens = config.train.global_batch_size * config.train.seq_length
+    return Workload(tokens, counted, convention, config.world_size)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -75,10 +75,7 @@ class Side(Launched[RunRecord]):
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """The timed step whose time is nearest to the median of all timed steps; the earlier one of two.
-
-    Rounds count from 1. The time is that of the slowest rank.
-    """
+    """The timed step nearest to the median of all timed steps; the earlier one of two. Rounds count from 1."""
 
     round: int
     iteration: int
@@ -183,10 +180,7 @@ def compare(
 ) -> Comparison:
     """Compare every side with the first. All sides have the same number of rounds.
 
-    Args:
-        sides: at least two.
-        serial: index of the run that sends the messages of the plugin without overlap; gives the attribution.
-        settings: how the runs were measured, for the report.
+    The attribution needs the index of the `serial` run. `settings` tell in the report how the runs were measured.
 
     Raises:
         NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.

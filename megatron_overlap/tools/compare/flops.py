@@ -30,7 +30,6 @@ Attention = Literal["causal", "full"]
 CONVENTION = "model FLOPs, forward + backward, causal half of attention, no recomputation (as Megatron logs them)"
 VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatron
 
-_MEGATRON_TOPK = 2  # default of --moe-router-topk in Megatron
 EXPERTS_FLAG = "--num-experts"
 # Arguments that replace or extend the model of the `model` section.
 _OTHER_MODELS = (
@@ -133,11 +132,6 @@ def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_M
     return -(-vocab_size // step) * step
 
 
-def tokens_per_step(cfg: LaunchConfig) -> int:
-    """Tokens of one iteration over all ranks."""
-    return cfg.train.global_batch_size * cfg.train.seq_length
-
-
 def step_flops(cfg: LaunchConfig) -> float:
     """Model FLOPs of one iteration over all ranks.
 
@@ -148,7 +142,7 @@ def step_flops(cfg: LaunchConfig) -> float:
     multiple = number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
     each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, experts=expert_shape(cfg))
-    return sum(each.values()) * tokens_per_step(cfg)
+    return sum(each.values()) * (cfg.train.global_batch_size * cfg.train.seq_length)
 
 
 def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
@@ -159,7 +153,7 @@ def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
         return None
     return ExpertShape(
         count,
-        number_after("--moe-router-topk", args) or _MEGATRON_TOPK,
+        number_after("--moe-router-topk", args) or 2,  # default in Megatron
         number_after("--moe-ffn-hidden-size", args) or cfg.model.ffn_hidden_size,
         number_after("--moe-shared-expert-intermediate-size", args) or 0,
     )

@@ -152,8 +152,7 @@ def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSum
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, or that only one of the two has; None: they are equal."""
-    pairs = enumerate(zip_longest(a, b))
-    return next((place for place, (one, other) in pairs if one != other), None)
+    return next((place for place, (one, other) in enumerate(zip_longest(a, b)) if one != other), None)
 
 
 def generation_content(result: GenerationComparison) -> Any:

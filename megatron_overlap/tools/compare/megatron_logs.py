@@ -83,11 +83,7 @@ def read_log(path: Path) -> Log:
 
 
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
-    """Logs as sides of a comparison, restricted to the iterations that all logs have.
-
-    Args:
-        logs: at least two, the reference first.
-        peak_tflops: peak rate of a device in TFLOP/s; None: no MFU.
+    """Logs, the reference first, as sides of a comparison of the iterations that all have; no peak: no MFU.
 
     Raises:
         ConfigError: the logs have too few iterations in common.

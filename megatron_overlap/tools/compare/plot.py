@@ -30,16 +30,12 @@ OP_STYLES: tuple[tuple[str, str], ...] = (
 """Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
 Every wait is darker than computation."""
 
-_SMALLEST_DEVIATION = 1e-9
-"""Exact agreement has no place on a logarithmic axis; it is drawn at this value."""
-
+_SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis; it is drawn at this value
 _INK, _GRID, _COMPUTE, _MESSAGE, _FLOOR = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#8b98a8"
 _SHORTER: dict[str, Any] = {"color": "#0a8f6a"}
 _LONGER: dict[str, Any] = {"color": "#7a1420", "hatch": "///"}
-_MIN_SHARE = 0.002
-"""Ops with a smaller share of the drawn time share the last style."""
-_WIDTH = 13.0
-"""Inches."""
+_MIN_SHARE = 0.002  # ops with a smaller share of the drawn time share the last style
+_WIDTH = 13.0  # inches
 
 
 def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
@@ -64,9 +60,12 @@ def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
         _timeline(axes, one, ends[0], max(ends), styles)
     grid[-1].set_xlabel("ms", fontsize=8.5, color=COLORS[0])
     handles = [Patch(facecolor=_COMPUTE, label="computation")]
-    handles += [_patch(styles[op], f"wait: {op}") for op in styles]
+    labels = {f"wait: {op}": style for op, style in styles.items()}
     if any(span.op not in styles for one in found for rank in one.ranks for span in rank.waits):
-        handles.append(_patch(len(OP_STYLES) - 1, "wait: all other ops"))
+        labels["wait: all other ops"] = len(OP_STYLES) - 1
+    for label, style in labels.items():
+        color, hatch = OP_STYLES[style]
+        handles.append(Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label))
     handles.append(Patch(facecolor=_MESSAGE, label="messages to the rank"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8.5, frameon=False)
     return as_file(figure, "svg")
@@ -138,18 +137,13 @@ def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, st
 
 
 def _rank_label(rank: RankStep) -> str:
-    lines = [f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else ""), f"waits {rank.waited_ms:,.1f} ms"]
-    return "\n".join([*lines, *([f"messages {rank.receiving_ms:,.1f} ms"] if rank.messages else [])])
+    label = f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else "") + f"\nwaits {rank.waited_ms:,.1f} ms"
+    return label + (f"\nmessages {rank.receiving_ms:,.1f} ms" if rank.messages else "")
 
 
 def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: str, hatch: str) -> None:
     bars = [(span.start_ms, span.stop_ms - span.start_ms) for span in spans]
     axes.broken_barh(bars, rows, facecolor=color, hatch=hatch, edgecolor="white" if hatch else "none", lw=0)
-
-
-def _patch(style: int, label: str) -> Patch:
-    color, hatch = OP_STYLES[style]
-    return Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label)
 
 
 def _step_times(axes: Any, result: Comparison) -> None:

@@ -27,7 +27,6 @@ NO_EVENTS = (
 
 _MIB = 1024 * 1024
 
-
 Reported = RunSummary | GenerationRun
 """A run of any comparison."""
 

@@ -44,8 +44,7 @@ class Selection:
 class GenerationPlan:
     """What every launch of a comparison of generation generates: every length of prompts with every batch.
 
-    `prompt_tokens` None: a quarter of `train.seq_length`, and `train.seq_length` or as many tokens as the model has
-    positions for.
+    `prompt_tokens` None: `train.seq_length`, or as many tokens as the model has positions for, and a quarter of it.
     """
 
     prompt_tokens: tuple[int, ...] | None
@@ -61,11 +60,9 @@ class GenerationPlan:
 
 
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
-    """Complete and check the configs of a comparison.
+    """Complete and check the configs of a comparison by their files. The runs of a single config are its `arms`.
 
-    Args:
-        given: files and the configs read from them. The runs of a single config are its `arms`.
-        attribute: add a run that sends the messages of the plugin without overlap.
+    `attribute` adds a run that sends the messages of the plugin without overlap.
 
     Raises:
         ConfigError: the configs are not comparable; one line that names the key.
@@ -174,8 +171,7 @@ def run_folder(folder: Path, number: int, name: str) -> Path:
 
 def launch_order(number: int, count: int) -> list[int]:
     """The order of `count` launches in a round, counted from 1. Every second round is reversed."""
-    order = list(range(count))
-    return order if number % 2 else order[::-1]
+    return list(range(count))[:: 1 if number % 2 else -1]
 
 
 def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:

@@ -47,10 +47,8 @@ class Breakdown:
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
     timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
 
-    Attributes:
-        reference_ms, run_ms: median step times.
-        changes: ops whose waits became shorter, then those whose waits became longer, remaining waits, computation.
-        grouped: the ops in `REMAINING_WAITS`.
+    `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
+    `grouped` are the ops in `REMAINING_WAITS`.
     """
 
     reference: str
@@ -107,8 +105,7 @@ def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after
     return Breakdown(first.name, run.name, start_ms, end_ms, tuple(changes), grouped)
 
 
-MAX_RANKS = 4
-"""With more ranks the picture shows only those that `RankStep.role` describes."""
+MAX_RANKS = 4  # with more ranks the picture shows only those that `RankStep.role` describes
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,6 @@ def _show(console: Console, job: Job, model: CostModel, content: Mapping[str, An
 
 
 _Column = tuple[str, str, float, int]
-"""Heading, key, factor, decimals."""
-
 _COLUMNS: tuple[_Column, ...] = (
     ("step", "step_ms", 1.0, 1),
     ("MFU %", "mfu", 100.0, 1),
@@ -182,7 +180,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),
 )
-"""`tensor` to `pipeline` are exposed communication and pipeline waits."""
+"""Heading, key, factor and decimals. `tensor` to `pipeline` are exposed communication and pipeline waits."""
 
 
 def _table(

@@ -22,7 +22,6 @@ class Stream:
     """One plan with the times and sizes of its steps.
 
     Attributes:
-        plan: schedule of this rank.
         work_us: GEMM time of each of `plan.work` without concurrent communication.
         add_us: time of the additions of each of `plan.work`, which start when their messages have arrived.
         send_bytes: size of each of `plan.messages`.
@@ -78,10 +77,7 @@ class StreamBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program of one rank: streams that communicate concurrently, and one order of all their work.
-
-    `order` has (stream, index of work) in computation order.
-    """
+    """Streams of one rank that communicate concurrently, and (stream, index of work) in computation order."""
 
     streams: tuple[Stream, ...]
     order: tuple[tuple[int, int], ...]
@@ -89,14 +85,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Result of a simulation.
+    """Result of a simulation: the end of the last computation and message, and the messages with bytes.
 
-    Attributes:
-        time_us: end of the last computation and message.
-        compute_us: computation time with the slowdown by communication.
-        arrived_us: arrival time of each message, by stream.
-        slack_us: smallest time between the arrival of a message and its use.
-        num_messages: messages with bytes that this rank sends.
+    `compute_us` has the slowdown by communication, `arrived_us` the arrival of each message by stream. `slack_us` is
+    the smallest time between the arrival of a message and its use.
     """
 
     time_us: float
@@ -159,9 +151,8 @@ class _Simulation:
             if at == len(planned) or (self.kind == "collective" and at > self.sent[number]):
                 continue
             message = planned[at]
-            if message.after_work > self.done[number]:
-                continue
-            if message.after_message is not None and message.after_message not in self.arrived[number]:
+            missing = message.after_message is not None and message.after_message not in self.arrived[number]
+            if missing or message.after_work > self.done[number]:
                 continue
             latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
             size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
@@ -257,8 +248,6 @@ class _Simulation:
 
 def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "copy") -> SimulatedRun:
     """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
-
-    Messages of each kind slow computation down by their share of the profile.
 
     Raises:
         ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.

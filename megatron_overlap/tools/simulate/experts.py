@@ -159,7 +159,7 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     steps.compute(0.0, *combined)
     if not model.on_device:
         return run_program(in_order(steps.stream()), model, link, "copy")
-    # NCCL's kernels carry the messages, one after another.
+    # NCCL's kernels carry the messages. The next one starts when it has ended.
     peers = [message.to for message in plan.messages] + [message.source for message in plan.messages]
-    queued_us = tuple(model.nccl_message_us(layer.link(peer)) for peer in peers)
+    queued_us = tuple(layer.link(peer).latency_us + model.launch_us for peer in peers)
     return run_program(in_order(steps.stream(latency_us=0.0, queued_us=queued_us)), model, link, "message")

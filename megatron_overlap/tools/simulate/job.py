@@ -31,8 +31,7 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 class Experts:
     """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
 
-    `parallel` consecutive ranks share them. `overlap` none: dispatch, experts, combine; p2p: the plugin; auto: p2p if
-    faster.
+    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster.
     """
 
     shape: ExpertShape
@@ -54,8 +53,7 @@ class Job:
         tensor, context, pipeline, data: sizes of the parallel groups. Rank order as in Megatron: tensor, context, data,
             pipeline.
         virtual: model chunks per pipeline stage; 1 is 1F1B without interleaving.
-        sequence_parallel: whether tensor ranks shard the activations outside the linear layers.
-        distributed_optimizer: whether replicas shard the optimizer state.
+        sequence_parallel, distributed_optimizer: as in Megatron.
         recompute: activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler,
             is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
             half of the gate and all elementwise operations.
@@ -65,7 +63,6 @@ class Job:
         data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
         gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
         bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
-        experts: None: the layers are dense.
         materializes_scores: attention consists of two products and a softmax with all scores in memory.
         fused_accumulation: whether the wgrad GEMM accumulates into the main gradient.
     """
@@ -165,11 +162,10 @@ class Job:
     def layer_parameters(self) -> int:
         """Parameters of one layer over all tensor ranks, without those of experts that ranks share."""
         model = self.model
-        queries = model.head_size * model.num_attention_heads
-        keys = model.head_size * model.num_query_groups
+        attention = 2 * model.head_size * (model.num_attention_heads + model.num_query_groups)
         router = 0 if self.experts is None else model.hidden_size * self.experts.shape.count
         mlp = self._mlp_parameters(model.ffn_hidden_size if self.experts is None else self.experts.shape.shared)
-        return model.hidden_size * (2 * queries + 2 * keys) + mlp + 2 * model.hidden_size + router
+        return model.hidden_size * attention + mlp + 2 * model.hidden_size + router
 
     def expert_parameters(self) -> int:
         """Parameters of the experts of one rank in one layer."""

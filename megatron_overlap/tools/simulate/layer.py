@@ -21,8 +21,7 @@ _LAYER_CALLS = (65, 131)
 _ROTARY_CALLS = (54, 44)
 _FIRST_CALLS = (130, 10)
 _LAST_CALLS = (66, 50)
-# Additional calls of one pass of an overlapped linear layer, the mean of 18 passes.
-OVERLAPPED_CALLS = 23
+OVERLAPPED_CALLS = 23  # additional ones of one pass of an overlapped linear layer, the mean of 18 passes
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,8 @@ class Layers:
     Without sequence parallelism the linear layers end in all-reduces in the order of the stock path: the all-reduce of
     dgrad overlaps wgrad unless the method is `serial`.
 
-    Attributes:
-        forward_only: no backward pass follows; method `auto` selects by the forward pass.
-        cached: tokens of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
+    With `forward_only` no backward pass follows, and method `auto` selects by the forward pass. `cached` are the tokens
+    of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
 
     job: Job

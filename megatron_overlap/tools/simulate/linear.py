@@ -179,8 +179,8 @@ class Linear:
     def _queued_us(self, plan: Plan) -> tuple[float, ...]:
         """Fixed times of the messages. The first copy to each peer waits until the buffer of the peer is free."""
         copy_us = self._copy_us
-        if copy_us is None:
-            return (self.model.nccl_message_us(self.link),) * len(plan.messages)
+        if copy_us is None:  # a kernel of NCCL; the next one starts when it has ended
+            return (self.link.latency_us + self.model.launch_us,) * len(plan.messages)
         first = {message.to: index for index, message in reversed(list(enumerate(plan.messages)))}
         flags = [1 + (first[message.to] == index) for index, message in enumerate(plan.messages)]
         return tuple(copy_us + count * self.link.flag_us for count in flags)

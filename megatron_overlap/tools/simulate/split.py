@@ -128,11 +128,9 @@ class _Part(StreamBuilder):
 
 
 class _Schedule:
-    """Builds the program of both parts.
+    """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation.
 
-    Args:
-        layers, steps: of each part, in the order of their computation.
-        collectives: see `PartMessages.gather_next`.
+    `collectives`: see `PartMessages.gather_next`.
     """
 
     def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:

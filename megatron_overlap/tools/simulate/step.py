@@ -61,8 +61,7 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
     """Largest number of chunk activations that a stage saves at the same time."""
-    units = order(stages, stage, chunks, microbatches)
-    return max(accumulate(-1 if unit.backward else 1 for unit in units))
+    return max(accumulate(-1 if unit.backward else 1 for unit in order(stages, stage, chunks, microbatches)))
 
 
 def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
@@ -78,7 +77,6 @@ class StepTime:
     """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
 
     Attributes:
-        step_us: whole step.
         compute_us: layers, embedding, logits and loss without exposed communication.
         tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication.
         pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
@@ -235,10 +233,8 @@ class _Simulation:
         return arrives
 
     def gradients(self, stage: _Stage) -> tuple[float, float]:
-        """End of the gradient reduction of a stage, and the total time of its collectives.
-
-        Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
-        """
+        """End of the gradient reduction of a stage, and the total time of its collectives."""
+        # Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
         clock = total = 0.0
         if self.replicated:
             for bucket in self.buckets(stage.number):

@@ -14,8 +14,7 @@ from megatron_overlap.tools.simulate.step import StepTime, in_flight, simulate_s
 
 _GIB = 2.0**30
 _OPTIMIZER_BYTES = 12  # per parameter: fp32 copy and two moments
-_RESERVED_GIB = 4.0
-"""Assumed GiB of the CUDA context, library buffers and fragmentation."""
+_RESERVED_GIB = 4.0  # assumed for the CUDA context, library buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,9 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
 def layouts(job: Job, per_node: int) -> Iterator[Job]:
     """Every possible layout with the number of ranks of the job."""
     world, layers = job.world_size, job.model.num_layers
-    for tensor in _powers(per_node):
-        for context in _powers(per_node // tensor):
+    powers = [2**exponent for exponent in range(per_node.bit_length())]
+    for tensor in powers:
+        for context in (size for size in powers if tensor * size <= per_node):
             for pipeline in (size for size in range(1, layers + 1) if layers % size == 0):
                 data, rest = divmod(world, tensor * context * pipeline)
                 if rest or not data:
@@ -127,7 +127,3 @@ def layouts(job: Job, per_node: int) -> Iterator[Job]:
                             virtual=virtual,
                             sequence_parallel=tensor > 1,
                         )
-
-
-def _powers(largest: int) -> list[int]:
-    return [2**exponent for exponent in range(largest.bit_length())]
