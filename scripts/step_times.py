@@ -27,7 +27,8 @@ import measured_profile
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import LaunchConfig, load_launch_config, without_overlap
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile, profile_folder, with_hosts
-from megatron_overlap.tools.compare.rounds import Recorded, read_training, run_rounds
+from megatron_overlap.tools.compare.comparison import Launched
+from megatron_overlap.tools.compare.rounds import read_training, run_rounds
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.simulate.job import job_of
 from megatron_overlap.tools.simulate.step import simulate_step
@@ -198,7 +199,7 @@ def _times(config: LaunchConfig, folder: Path) -> float:
     return _median(run_rounds([config], 1, folder, read=read_training)[0])
 
 
-def _median(side: Recorded) -> float:
+def _median(side: Launched[Any]) -> float:
     return statistics.median(side.records[0].step_time_ms[WARM_UP:])
 
 

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Literal
 
-from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision
+from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision, RowRate
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Mover = Literal["collective", "message", "copy"]
@@ -20,18 +19,16 @@ Mover = Literal["collective", "message", "copy"]
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-TOUCHED: Mapping[Elementwise, tuple[float, float]] = MappingProxyType(
-    {
-        "rms_norm": (4, 7),
-        "layer_norm": (4, 7),
-        "add": (3, 0),
-        "rotary": (2, 2),
-        "repeat": (1, 1),  # of what is read and written together
-        "scores": (4, 12),
-        "swiglu": (3, 5),
-        "gelu": (2, 3),
-    }
-)
+TOUCHED: Mapping[Elementwise, tuple[float, float]] = {
+    "rms_norm": (4, 7),
+    "layer_norm": (4, 7),
+    "add": (3, 0),
+    "rotary": (2, 2),
+    "repeat": (1, 1),  # of what is read and written together
+    "scores": (4, 12),
+    "swiglu": (3, 5),
+    "gelu": (2, 3),
+}
 """Elements that an operation between GEMMs reads and writes, forward and backward, for each element of its output.
 
 Counted for operations that are fused as far as possible, except for `scores`, which is counted as torch runs it.
@@ -53,7 +50,6 @@ updates: its main gradient is read for the norm, and read and written to be clip
 # The scheduler of the kernel runs both sides in turn: computation never stops.
 _LEAST_RATE = 0.05
 _US = 1e6
-_MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +57,8 @@ class Link:
     """The link of one rank to the others of its group. Rates are bytes per microsecond and direction.
 
     Attributes:
-        size: ranks of the group.
-        latency_us: fixed cost of one message.
-        copy_rate: rate of one rank's point-to-point messages.
-        collective_rate: bus bandwidth of a ring collective.
-        scatter_rate: the same of a reduce-scatter.
+        latency_us, copy_rate: fixed cost and rate of one rank's point-to-point messages.
+        collective_rate, scatter_rate: bus bandwidth of a ring collective, and of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
         all_reduce_rate: bus bandwidth of an all-reduce relative to the bytes of an all-gather; None: a reduce-scatter
             and an all-gather.
@@ -85,11 +78,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times on one machine.
-
-    Args:
-        profile: the machine.
-        precision: type of weights and activations.
+    """Times on one machine; `precision` is the type of weights and activations.
 
     Raises:
         ValueError: the profile has no peak for this precision.
@@ -123,17 +112,17 @@ class CostModel:
         return 0.0 if cost is None else cost.value
 
     def gemm_us(self, m: int, n: int, k: int) -> float:
-        """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch.
-
-        0 if a dimension is 0: an empty piece is not launched.
-        """
-        return _gemm_us(self.profile, self.precision, m, n, k)
+        """Time of `[m, k] x [k, n]`: the larger of full waves of computation and memory traffic, and one launch."""
+        if 0 in (m, n, k):  # an empty piece is not launched
+            return 0.0
+        device, gemm = self.profile.device, self.profile.device.gemm
+        peak = self.profile.peak_tflops(self.precision) * 1e12 * gemm.efficiency.value
+        key = (peak, gemm.processors, device.memory_gbps.value * 1e9, self.item_bytes)
+        tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
+        return _gemm_us(key, tiles, m, n, k) / _row_rate(gemm.rows, m) + self.launch_us
 
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
-        """Time of an operation that reads and writes `num_bytes` in all.
-
-        Its rate is that of its kind if the profile has one, else that of the memory.
-        """
+        """Time to read and write `num_bytes` in all, at the rate of `kind` if the profile has it, or of the memory."""
         if num_bytes <= 0:
             return 0.0
         device = self.profile.device
@@ -143,40 +132,28 @@ class CostModel:
             rate = rates.backward if backward and rates.backward is not None else rates.forward
         return num_bytes / (rate * 1e9) * _US + self.launch_us
 
-    def sum_us(self, received: float, own: float) -> float:
-        """Time of a kernel that adds `received` elements to `own` elements."""
-        return self.memory_us((received + 2 * own) * self.item_bytes, "sum")
+    def elementwise_us(self, kind: Elementwise, outputs: float, *, backward: bool = False) -> float:
+        """Time of an operation between GEMMs with so many elements of its output; see `TOUCHED`."""
+        return self.memory_us(TOUCHED[kind][backward] * outputs * self.item_bytes, kind, backward=backward)
 
     def calls_us(self, calls: float, *, loop: bool = False) -> float:
-        """Host time of calls of the tensor library, without the operations themselves.
-
-        Args:
-            calls: number of calls.
-            loop: count only the launch of each call, as for an optimizer that loops over tensors without modules and
-                autograd.
-        """
+        """Host time of calls of the tensor library; `loop`: only of their launches, without modules and autograd."""
         call = self.profile.device.call_us
         if call is None:
             return 0.0
         return calls * (self.launch_us if loop else call.value)
 
-    def attention_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of fused attention with `flops` operations, the masked ones not counted."""
-        device = self.profile.device
-        return self._at_share(flops, (device.attention_backward if backward else device.attention_forward).value)
+    def attention_us(self, flops: float, *, backward: bool = False, fused: bool = True) -> float:
+        """Time of fused attention with `flops` operations, the masked ones not counted.
 
-    def products_us(self, flops: float, *, backward: bool = False) -> float:
-        """Time of the products of attention that keeps its scores; `flops` includes those of masked scores.
-
-        Their rate is that of attention if the profile has a rate of the scores, else that of a GEMM.
+        Not `fused`: the products of attention that keeps its scores, masked ones counted. Their rate is that of
+        attention if the profile has a rate of the scores, else that of a GEMM.
         """
         device = self.profile.device
-        if device.elementwise.scores is not None:
-            return self.attention_us(flops, backward=backward)
-        return self._at_share(flops, device.gemm.efficiency.value)
-
-    def _at_share(self, flops: float, share: float) -> float:
-        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share) * _US + self.launch_us
+        share = device.attention_backward if backward else device.attention_forward
+        if not fused and device.elementwise.scores is None:
+            share = device.gemm.efficiency
+        return flops / (self.profile.peak_tflops(self.precision) * 1e12 * share.value) * _US + self.launch_us
 
     def link(self, size: int, stride: int = 1) -> Link:
         """The link of a group of `size` ranks that are `stride` apart. Consecutive ranks share a node.
@@ -184,46 +161,34 @@ class CostModel:
         If the group spans nodes, all groups of a node communicate between nodes at the same time, and each has its
         share of the NICs. A message of a rank uses one NIC at most, a ring as many as the group has ranks in the node.
         """
-        profile = self.profile
-        per_node = profile.devices_per_node
+        inside, between, per_node = self.profile.inside, self.profile.between, self.profile.devices_per_node
         together = min(size, max(1, per_node // stride))
-        inside = profile.inside
-        copy, gather, scatter, reduce = _rates(inside)
+        rates: Sequence[float] = _rates(inside)
         latency = inside.latency_us.value
         ring_latency = (size - 1) * latency
         if size > together:
-            between = profile.between
-            crossings = -(-size // together) - 1
-            ring_latency += crossings * (between.latency_us.value - latency)
+            ring_latency += (-(-size // together) - 1) * (between.latency_us.value - latency)
             nics = between.nics_per_node * together / per_node
             latency = between.latency_us.value
             # A group with one rank in each node has no link inside a node that limits it.
-            limits = (copy, gather, scatter, reduce) if together > 1 else (math.inf,) * 4
-            outside = _rates(between)
-            copy = min(limits[0], outside[0] * min(1.0, nics))
-            gather, scatter, reduce = (
-                min(limit, rate * nics) for limit, rate in zip(limits[1:], outside[1:], strict=True)
-            )
-        all_reduce = None if math.isinf(reduce) else reduce * 1e3
-        link = Link(size, latency, copy * 1e3, gather * 1e3, scatter * 1e3, ring_latency, all_reduce)
+            limits = rates if together > 1 else (math.inf,) * 4
+            shares = (min(1.0, nics), nics, nics, nics)
+            outside = [rate * share for rate, share in zip(_rates(between), shares, strict=True)]
+            rates = [min(both) for both in zip(limits, outside, strict=True)]
+        copy, gather, scatter, reduce = (rate * 1e3 for rate in rates)
+        link = Link(size, latency, copy, gather, scatter, ring_latency, None if math.isinf(reduce) else reduce)
         engines = inside.copy_engines
         if engines is None or size > together:
             return link
         return replace(link, copy_us=engines.copy_us.value, flag_us=engines.flag_us.value)
-
-    def nccl_message_us(self, link: Link) -> float:
-        """Fixed time of a message on NCCL: its latency and a kernel. The next kernel starts when it has ended."""
-        return link.latency_us + self.launch_us
 
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
         return link.latency_us + num_bytes / link.copy_rate
 
     def all_to_all_us(self, num_bytes: float, size: int) -> float:
-        """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank.
-
-        Messages inside a node and between nodes are concurrent.
-        """
+        """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank."""
+        # Messages inside a node and between nodes are concurrent.
         if size == 1 or num_bytes <= 0:
             return 0.0
         near, link = min(size, self.profile.devices_per_node), self.link(size)
@@ -240,8 +205,7 @@ class CostModel:
         both = scatter + gather
         if link.all_reduce_rate is not None:
             both = 2 * link.ring_latency_us + moved / link.all_reduce_rate
-        times = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}
-        return times[kind] + self.launch_us
+        return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}[kind] + self.launch_us
 
     @property
     def busy_us(self) -> float:
@@ -250,35 +214,29 @@ class CostModel:
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:
-        """Rank skew after a computation time since the last synchronization."""
-        points = [(point.computed_us.value, point.late_us.value) for point in self.profile.contention.late]
-        return _between(points, computed_us)
+        """Rank skew after a computation time since the last synchronization.
+
+        Linear between the points of the profile from (0, 0), extrapolated beyond the last one; at least 0.
+        """
+        low = below = slope = 0.0
+        for point in self.profile.contention.late:
+            high, above = point.computed_us.value, point.late_us.value
+            slope = (above - below) / (high - low)
+            if computed_us <= high:
+                break
+            low, below = high, above
+        return max(0.0, below + slope * (computed_us - low))
 
     def compute_rate(self, kind: Mover, bytes_per_us: float) -> float:
-        """Speed of computation beside communication, relative to computation alone.
-
-        Args:
-            kind: what moves the bytes.
-            bytes_per_us: bytes that this rank sends and receives, both directions together.
-        """
+        """Relative speed of computation while the rank sends and receives `bytes_per_us` in all."""
         contention = self.profile.contention
         lost = contention.copy_.value if kind == "copy" else contention.collective.value
-        host = contention.host_us_per_mb.value * bytes_per_us / _MEGABYTE
+        host = contention.host_us_per_mb.value * bytes_per_us / 1e6
         return max(_LEAST_RATE, 1.0 - lost - host)
 
 
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Linear between the points from (0, 0), extrapolated beyond the last one; at least 0."""
-    low = below = slope = 0.0
-    for high, above in points:
-        slope = (above - below) / (high - low)
-        if x <= high:
-            break
-        low, below = high, above
-    return max(0.0, below + slope * (x - low))
-
-
 def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
+    """GB/s of messages, gathers, reduce-scatters and all-reduces."""
     gather = link.collective_gbps.value
     scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
     reduce = math.inf if link.all_reduce_gbps is None else link.all_reduce_gbps.value
@@ -286,7 +244,7 @@ def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
 
 
 @lru_cache(maxsize=65536)
-def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
+def _gemm_us(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
     peak, processors, memory_rate, item_bytes = key
     compute = 2.0 * m * n * k / peak * _US
     if tiles:
@@ -302,20 +260,8 @@ def _gemm_us_cached(key: tuple[float, ...], tiles: tuple[tuple[int, int, float],
     return max(compute, traffic)
 
 
-def _gemm_us(profile: ClusterProfile, precision: Precision, m: int, n: int, k: int) -> float:
-    if 0 in (m, n, k):
-        return 0.0
-    device = profile.device
-    gemm = device.gemm
-    peak = profile.peak_tflops(precision) * 1e12 * gemm.efficiency.value
-    key = (peak, gemm.processors, device.memory_gbps.value * 1e9, ITEM_BYTES[precision])
-    tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
-    return _gemm_us_cached(key, tiles, m, n, k) / _row_rate(profile, m) + device.launch_us.value
-
-
-def _row_rate(profile: ClusterProfile, m: int) -> float:
+def _row_rate(points: Sequence[RowRate], m: int) -> float:
     """The measured rate at `m` rows, between points linear in the logarithm of the rows; 1 without a table."""
-    points = profile.device.gemm.rows
     if not points:
         return 1.0
     if m <= points[0].rows:

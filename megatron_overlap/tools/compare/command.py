@@ -1,7 +1,7 @@
 """`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,30 +11,13 @@ from rich.console import Console
 from megatron_overlap.config import LaunchConfig, dump_config, load_launch_config
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.compare import generation_report, report
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, NotComparableError, Side, Workload
-from megatron_overlap.tools.compare.comparison import compare as compare_sides
-from megatron_overlap.tools.compare.flops import (
-    CONVENTION,
-    Peak,
-    UnknownFlopsError,
-    find_peak,
-    step_flops,
-    tokens_per_step,
-)
-from megatron_overlap.tools.compare.generation import (
-    GenerationComparison,
-    GenerationSide,
-    compare_generation,
-)
-from megatron_overlap.tools.compare.megatron_logs import NOTES, read_log
-from megatron_overlap.tools.compare.megatron_logs import sides as read_sides
+from megatron_overlap.tools.compare import comparison, flops, generation_report, megatron_logs, report
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, Launched, Side, Workload
+from megatron_overlap.tools.compare.generation import compare_generation, read_generation
 from megatron_overlap.tools.compare.rounds import (
     GenerationPlan,
     LaunchFailedError,
-    Recorded,
     Selection,
-    read_generated,
     read_training,
     run_rounds,
     select,
@@ -80,135 +63,42 @@ def compare(
     engine: Annotated[str, typer.Option("--engine", help="With --generate: dynamic or static.")] = "dynamic",
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
-    if logs:
-        return _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
-    if peak_tflops is not None:
-        raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
-    files, overrides = _split(configs)
-    given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
-    if generate:
+    try:
+        if logs:
+            _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
+            return 0
+        if peak_tflops is not None:
+            raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
+        files, overrides = _split(configs)
+        given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
+        if not generate:
+            _compare_training(select(given, attribute=attribute), rounds, output)
+            return 0
         if attribute:
             raise usage_error("compare --attribute", None, "separates the parts of a training step; leave it out")
         if engine not in ("dynamic", "static"):
             raise usage_error("compare --engine", engine, "give dynamic or static")
         lengths = None if prompt_tokens is None else _numbers("--prompt-tokens", prompt_tokens)
         plan = GenerationPlan(lengths, _numbers("--batches", batches), new_tokens, engine)
-        return _compare_generation(select_generation(given, plan), rounds, output)
-    chosen = select(given, attribute=attribute)
-    folder, console = _folder_of(chosen, output), Console()
-    try:
-        result = _measure(chosen, rounds, folder, console)
-        report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
-    except (LaunchFailedError, NotComparableError, RunError) as error:
+        _compare_generation(select_generation(given, plan), rounds, output)
+    except (LaunchFailedError, comparison.NotComparableError, RunError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
-    _show(result, folder, console)
     return 0
 
 
-def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> int:
-    """The same files for generation: times of prefill and decode, and the generated tokens."""
-    folder, console = _folder_of(chosen, output), Console()
-    try:
-        recorded, notes = _launch(chosen, rounds, folder, console, read_generated)
-    except LaunchFailedError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 1
-    how = (
-        f"Rounds: {rounds}. Each round launches every run once; every second round in reversed order. A call that "
-        "generates two tokens from the same prompts comes before the timed one.",
-        "Times: of forward passes on the slowest rank; median over the rounds. First token: the first pass. ms per "
-        "token: the median of the other passes. tokens/s: of all prompts, over all passes.",
-        "Relative to the reference: the ratio within each round; then median, p20 and p80 over the rounds. Above 1 is "
-        "faster.",
-        *notes,
-    )
-    sides = [
-        GenerationSide(config.name, launched.link, launched.records)
-        for config, launched in zip(chosen.configs, recorded, strict=True)
-    ]
-    result = compare_generation(sides, {"rounds": rounds, "order": "alternating", "notes": list(how)})
-    generation_report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
-    _show_generation(result, folder, console)
-    return 0
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of `128,512`."""
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise usage_error(f"compare {option}", text, "give whole numbers of 1 or more, separated by commas")
-    return tuple(map(int, parts))
-
-
-def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> int:
-    """The same table and files from finished logs; figures that a log lacks are left out."""
-    if len(files) < 2:
-        remedy = "give at least two logs, the reference first"
-        raise usage_error("compare --logs", files[0], remedy)
-    if attribute:
-        raise usage_error("compare --attribute", None, "launches one more run; leave it out with --logs")
-    logged = read_sides([read_log(file) for file in files], peak_tflops)
-    folder = _open_folder(
-        output if output is not None else unused_folder("runs", f"compare-{logged[-1].name.replace('/', '-')}")
-    )
-    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(NOTES)}
-    try:
-        result = compare_sides(logged, settings=settings)
-    except NotComparableError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 1
-    report.write(result, folder, {})
-    _show(result, folder, Console())
-    return 0
-
-
-def _folder_of(chosen: Selection, output: Path | None) -> Path:
-    last = chosen.configs[-1]
-    return _open_folder(output or unused_folder(last.launch.output_dir, f"compare-{last.name}"))
-
-
-def _open_folder(folder: Path) -> Path:
-    with writing("compare --output", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        report.remove(folder)
-    return folder
-
-
-def _launch[Record](
-    chosen: Selection, rounds: int, folder: Path, console: Console, read: Callable[[Path, LaunchConfig], Record]
-) -> tuple[list[Recorded[Record]], list[str]]:
-    """All launches with their progress on the console: their records, and notes for the report."""
-    notes = list(chosen.notes)
-
-    def note(text: str) -> None:
-        notes.append(f"{text[0].upper()}{text[1:]}.")
-        console.print(f"note: {text}", highlight=False, soft_wrap=True)
-
-    with console.status("") as status:
-
-        def on_launch(text: str) -> None:
-            console.print(text, highlight=False)
-            status.update("starting")
-
-        runs, on_line = folder / report.RUNS_FOLDER, iterations_in(status)
-        recorded = run_rounds(
-            chosen.configs, rounds, runs, read=read, on_launch=on_launch, on_line=on_line, on_note=note
-        )
-    return recorded, notes
-
-
-def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> Comparison:
-    recorded, notes = _launch(chosen, rounds, folder, console, read_training)
-    console.print("measuring the peak rate of the device ...", highlight=False)
-    name = str(recorded[0].records[0].meta.get("device_name"))
-    peaks: dict[tuple[object, ...], Peak] = {}
+def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> None:
+    """Times, losses and peak rates of training, in a table and three files."""
+    folder, launched, notes = _launch(chosen, rounds, output, read_training)
+    Console().print("measuring the peak rate of the device ...", highlight=False)
+    name = str(launched[0].records[0].meta.get("device_name"))
+    peaks: dict[tuple[object, ...], flops.Peak] = {}
     sides = []
-    for config, launched in zip(chosen.configs, recorded, strict=True):
+    for config, each in zip(chosen.configs, launched, strict=True):
         key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
         if key not in peaks:
-            peaks[key] = find_peak(name, config)
-        sides.append(Side(config.name, workload(config), peaks[key], launched.link, launched.records))
+            peaks[key] = flops.find_peak(name, config)
+        sides.append(Side(each.name, each.link, each.records, _workload(config), peaks[key]))
     settings = {
         "rounds": rounds,
         "order": "alternating",
@@ -225,16 +115,88 @@ def _measure(chosen: Selection, rounds: int, folder: Path, console: Console) -> 
             *notes,
         ],
     }
-    return compare_sides(sides, serial=chosen.serial, settings=settings)
+    _finish(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
 
 
-def workload(config: LaunchConfig) -> Workload:
+def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> None:
+    """The same files for generation: times of prefill and decode, and the generated tokens."""
+    folder, launched, notes = _launch(chosen, rounds, output, read_generation)
+    how = [
+        f"Rounds: {rounds}. Each round launches every run once; every second round in reversed order. A call that "
+        "generates two tokens from the same prompts comes before the timed one.",
+        "Times: of forward passes on the slowest rank; median over the rounds. First token: the first pass. ms per "
+        "token: the median of the other passes. tokens/s: of all prompts, over all passes.",
+        "Relative to the reference: the ratio within each round; then median, p20 and p80 over the rounds. Above 1 is "
+        "faster.",
+        *notes,
+    ]
+    result = compare_generation(launched, {"rounds": rounds, "order": "alternating", "notes": how})
+    generation_report.write(result, folder, _dumps(chosen))
+    rows, lines = generation_report.rows(result), generation_report.notes(result)
+    _show(folder, result.runs, rows, lines, generation_report.headline(result))
+
+
+def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
+    """The same table and files from finished logs; figures that a log lacks are left out."""
+    if len(files) < 2:
+        raise usage_error("compare --logs", files[0], "give at least two logs, the reference first")
+    if attribute:
+        raise usage_error("compare --attribute", None, "launches one more run; leave it out with --logs")
+    logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
+    folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
+    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
+    _finish(comparison.compare(logged, settings=settings), folder, {})
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of `128,512`."""
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise usage_error(f"compare {option}", text, "give whole numbers of 1 or more, separated by commas")
+    return tuple(map(int, parts))
+
+
+def _open_folder(output: Path | None, parent: str, run: str) -> Path:
+    folder = output or unused_folder(parent, f"compare-{run}")
+    with writing("compare --output", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (report.JSON_FILE, report.HTML_FILE, report.PNG_FILE):  # of an earlier comparison
+            (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def _launch[Record](
+    chosen: Selection, rounds: int, output: Path | None, read: Callable[[Path, LaunchConfig], Record]
+) -> tuple[Path, list[Launched[Record]], list[str]]:
+    """All launches with their progress on the console: their folder, their records, and notes for the report."""
+    console, last, notes = Console(), chosen.configs[-1], list(chosen.notes)
+    folder = _open_folder(output, last.launch.output_dir, last.name)
+
+    def note(text: str) -> None:
+        notes.append(f"{text[0].upper()}{text[1:]}.")
+        console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    with console.status("") as status:
+
+        def on_launch(text: str) -> None:
+            console.print(text, highlight=False)
+            status.update("starting")
+
+        runs, on_line = folder / report.RUNS_FOLDER, iterations_in(status)
+        launched = run_rounds(
+            chosen.configs, rounds, runs, read=read, on_launch=on_launch, on_line=on_line, on_note=note
+        )
+    return folder, launched, notes
+
+
+def _workload(config: LaunchConfig) -> Workload:
     """The work of one iteration of a config."""
     try:
-        flops, convention = step_flops(config), CONVENTION
-    except UnknownFlopsError as error:
-        flops, convention = None, str(error)
-    return Workload(tokens_per_step(config), flops, convention, config.world_size)
+        counted, convention = flops.step_flops(config), flops.CONVENTION
+    except flops.UnknownFlopsError as error:
+        counted, convention = None, str(error)
+    tokens = config.train.global_batch_size * config.train.seq_length
+    return Workload(tokens, counted, convention, config.world_size)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -245,29 +207,27 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, [text for text in arguments if text not in files]
 
 
-def _show(result: Comparison, folder: Path, console: Console) -> None:
-    _show_table(result.runs, report.rows(result), report.notes(result), console)
-    _show_end((report.headline(result), report.attribution(result)), folder, console)
+def _dumps(chosen: Selection) -> dict[str, str]:
+    return {config.name: dump_config(config) for config in chosen.configs}
 
 
-def _show_generation(result: GenerationComparison, folder: Path, console: Console) -> None:
-    _show_table(result.runs, generation_report.rows(result), generation_report.notes(result), console)
-    _show_end((generation_report.headline(result),), folder, console)
+def _finish(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
+    report.write(result, folder, configs)
+    lines = [report.headline(result), *filter(None, [report.attribution(result)])]
+    _show(folder, result.runs, report.rows(result), report.notes(result), *lines)
 
 
-def _show_table(
-    runs: Sequence[report.Reported], rows: Sequence[report.Row], notes: Sequence[str], console: Console
+def _show(
+    folder: Path, runs: Sequence[report.Reported], rows: Iterable[report.Row], notes: Iterable[str], *lines: str
 ) -> None:
+    console = Console()
     console.print(report.table(runs, rows))
     for line in notes:
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
     for run, module, operation, reason, calls in report.fallback_lines(runs):
         console.print(f"- {run}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
     console.print()
-
-
-def _show_end(lines: Sequence[str | None], folder: Path, console: Console) -> None:
-    for line in filter(None, lines):
+    for line in lines:
         console.print(line, style="bold", highlight=False, soft_wrap=True)
     names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
     console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

@@ -4,15 +4,15 @@ The first run is the reference. The step time is that of the slowest rank. The f
 buffers and select kernels: step times leave them out, losses do not.
 """
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from pydantic_core import to_json
 
 from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed, deviation
@@ -33,20 +33,16 @@ class Spread:
     p80: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> Self:
         """The spread of a sample of at least one value."""
         return cls(*(float(value) for value in np.percentile(values, (50, 20, 80))))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one iteration.
+    """Tokens and model FLOPs of one iteration on all ranks; None where unknown.
 
-    Attributes:
-        tokens: tokens of all ranks; None if unknown.
-        flops: model FLOPs of all ranks; None if unknown.
-        flops_convention: what the FLOPs include, or why they are unknown.
-        devices: number of ranks; None if unknown, and then `flops` are those of one rank.
+    `flops_convention` is what the FLOPs include, or why they are unknown. Without `devices` they are those of one rank.
     """
 
     tokens: int | None
@@ -56,14 +52,20 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Side:
-    """All launches of one config, with one record for each round. `peak` is None if the peak rate is unknown."""
+class Launched[Record]:
+    """All launches of one config: its name, the network, and one record for each round."""
 
     name: str
+    link: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Side(Launched[RunRecord]):
+    """All launches of one config that trains. `peak` is None if the peak rate is unknown."""
+
     workload: Workload
     peak: Peak | None
-    link: Mapping[str, Any]
-    records: tuple[RunRecord, ...]
 
     @property
     def timed_rounds_ms(self) -> list[list[float]]:
@@ -73,10 +75,7 @@ class Side:
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """The timed step whose time is nearest to the median of all timed steps; the earlier one of two.
-
-    Rounds count from 1. The time is that of the slowest rank.
-    """
+    """The timed step nearest to the median of all timed steps; the earlier one of two. Rounds count from 1."""
 
     round: int
     iteration: int
@@ -87,17 +86,13 @@ class TypicalStep:
 class ExposedSummary:
     """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
 
-    Attributes:
-        step_ms: exposed communication of a step.
-        share_of_step: total exposed communication over the total step time.
-        by_op: mean over steps by op and direction, in milliseconds; largest first.
-        median_by_op: median over steps by op and direction, in milliseconds.
+    `share_of_step` is the total over the total step time. `by_op` has the mean and the median over steps by op and
+    direction in milliseconds, the largest mean first.
     """
 
     step_ms: Spread
     share_of_step: float
-    by_op: Mapping[tuple[str, str], float]
-    median_by_op: Mapping[tuple[str, str], float]
+    by_op: Mapping[tuple[str, str], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -149,11 +144,9 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The two factors of the speedup, as ratios of step times. In each round their product is the speedup.
+    """The factors of the speedup in each round: reference over serial run, and serial run over overlapped run.
 
-    Attributes:
-        faster_collective: reference over serial run, which sends the messages of the plugin without overlap.
-        overlap: serial run over overlapped run.
+    The serial run sends the messages of the plugin without overlap.
     """
 
     faster_collective: Spread
@@ -161,15 +154,21 @@ class Attribution:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The result. `against` has one entry for each run except the reference; the first entry is the headline."""
+class Compared[Run]:
+    """All runs of a comparison, the reference first, and how they were measured."""
 
-    runs: list[RunSummary]
+    runs: Sequence[Run]
+    versions: Mapping[str, Any]
+    device: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison(Compared[RunSummary]):
+    """`against` has one entry for each run except the reference; the first entry is the headline."""
+
     against: list[AgainstReference]
     attribution: Attribution | None
-    device: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def headline(self) -> AgainstReference:
@@ -181,10 +180,7 @@ def compare(
 ) -> Comparison:
     """Compare every side with the first. All sides have the same number of rounds.
 
-    Args:
-        sides: at least two.
-        serial: index of the run that sends the messages of the plugin without overlap; gives the attribution.
-        settings: how the runs were measured, for the report.
+    The attribution needs the index of the `serial` run. `settings` tell in the report how the runs were measured.
 
     Raises:
         NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.
@@ -215,7 +211,12 @@ def summarize(side: Side) -> RunSummary:
     peak = side.peak
     first = side.records[0]
     evaluations = [time for record in side.records for time in record.evaluation_ms]
-    memory = [record.peak_memory_bytes for record in side.records if record.peak_memory_bytes is not None]
+    own = [(first, other) for other in side.records[1:]]
+    steps = [
+        TypicalStep(number, iteration, time)
+        for number, record in enumerate(side.records, start=1)
+        for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
+    ]
     return RunSummary(
         name=side.name,
         step_time_ms=step_time,
@@ -227,28 +228,17 @@ def summarize(side: Side) -> RunSummary:
         peak_tflops=peak.tflops if peak is not None else None,
         peak_source=peak.source if peak is not None else "unknown",
         flops_convention=work.flops_convention,
-        peak_memory_bytes=max(memory, default=None),
+        peak_memory_bytes=_largest(record.peak_memory_bytes for record in side.records),
         losses=list(first.losses),
         grad_norms=list(first.grad_norms),
-        own_loss_deviation=_largest(max_deviation(first.losses, other.losses, "loss") for other in side.records[1:]),
-        own_grad_norm_deviation=_largest(
-            max_deviation(first.grad_norms, other.grad_norms, "grad-norm") for other in side.records[1:]
-        ),
+        own_loss_deviation=_deviation(own, "losses", "loss"),
+        own_grad_norm_deviation=_deviation(own, "grad_norms", "grad-norm"),
         link=side.link,
         plugin=first.report,
-        typical_step=_typical_step(side, step_time.median),
+        typical_step=min(steps, key=lambda step: abs(step.step_time_ms - step_time.median)),
         exposed=_exposed(side),
         evaluation_ms=Spread.of(evaluations) if evaluations else None,
     )
-
-
-def _typical_step(side: Side, median_ms: float) -> TypicalStep:
-    steps = [
-        TypicalStep(number, iteration, time)
-        for number, record in enumerate(side.records, start=1)
-        for iteration, time in list(zip(record.iterations, record.step_time_ms, strict=True))[WARM_UP_ITERATIONS:]
-    ]
-    return min(steps, key=lambda step: abs(step.step_time_ms - median_ms))
 
 
 def _exposed(side: Side) -> ExposedSummary | None:
@@ -258,13 +248,14 @@ def _exposed(side: Side) -> ExposedSummary | None:
             return None
         steps += record.exposed[WARM_UP_ITERATIONS:]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
-    keys = {key for step in steps for key in step.by_op}
-    by_op = {key: sum(step.by_op.get(key, 0.0) for step in steps) / len(steps) for key in keys}
+    by_op = {}
+    for key in {key for step in steps for key in step.by_op}:
+        times = [step.by_op.get(key, 0.0) for step in steps]
+        by_op[key] = sum(times) / len(times), median(times)
     return ExposedSummary(
         step_ms=Spread.of([step.total_ms for step in steps]),
         share_of_step=sum(step.total_ms for step in steps) / total_ms,
-        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1], item[0]))),
-        median_by_op={key: median(step.by_op.get(key, 0.0) for step in steps) for key in keys},
+        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1][0], item[0]))),
     )
 
 
@@ -281,10 +272,8 @@ def _against(reference: Side, side: Side) -> AgainstReference:
         name=side.name,
         speedup=Spread.of(ratios),
         speedup_rounds=ratios,
-        max_loss_deviation=_largest(max_deviation(a.losses, b.losses, f"{side.name}: loss") for a, b in pairs),
-        max_grad_norm_deviation=_largest(
-            max_deviation(a.grad_norms, b.grad_norms, f"{side.name}: grad-norm") for a, b in pairs
-        ),
+        max_loss_deviation=_deviation(pairs, "losses", f"{side.name}: loss"),
+        max_grad_norm_deviation=_deviation(pairs, "grad_norms", f"{side.name}: grad-norm"),
         # Ratio within a round: the resident set differs by a few percent from launch to launch.
         memory_ratio=median(memory) if memory else None,
         evaluation_speedup=Spread.of([median(a) / median(b) for a, b in evaluated]) if evaluated else None,
@@ -296,8 +285,7 @@ def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence
 
     Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
     """
-    rounds = zip(reference, other, strict=True)
-    return [median(base) / median(times) for base, times in rounds]
+    return [median(base) / median(times) for base, times in zip(reference, other, strict=True)]
 
 
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
@@ -312,72 +300,53 @@ def max_deviation(reference: Sequence[float | None], other: Sequence[float | Non
             continue
         if math.isfinite(a) != math.isfinite(b):
             raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
-        if not math.isfinite(a):
-            continue
-        largest = max(largest or 0.0, deviation(a, b))
+        if math.isfinite(a):
+            largest = max(largest or 0.0, deviation(a, b))
     return largest
 
 
-def comparison_content(comparison: Comparison) -> dict[str, Any]:
-    """The content of compare.json. Infinity and NaN become null, which JSON can represent."""
+def _deviation(pairs: Sequence[tuple[RunRecord, RunRecord]], series: str, what: str) -> float | None:
+    return _largest(max_deviation(getattr(a, series), getattr(b, series), what) for a, b in pairs)
+
+
+def _largest[T: float](values: Iterable[T | None]) -> T | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def comparison_content(comparison: Comparison) -> Any:
+    """The content of compare.json."""
     against = comparison.against
-    content: dict[str, Any] = {
+    content = {
         "runs": [_run_content(run) for run in comparison.runs],
-        "speedup": vars(comparison.headline.speedup),
+        "speedup": comparison.headline.speedup,
         "max_loss_deviation": _largest(entry.max_loss_deviation for entry in against),
         "max_grad_norm_deviation": _largest(entry.max_grad_norm_deviation for entry in against),
         "link": comparison.runs[0].link,
         "versions": comparison.versions,
         "device": comparison.device,
-        "against_first": [_against_content(entry) for entry in against],
+        "against_first": against,
         "settings": comparison.settings,
     }
     if comparison.attribution is not None:
-        content["attribution"] = {name: vars(spread) for name, spread in vars(comparison.attribution).items()}
-    return finite(content)  # type: ignore[no-any-return]
-
-
-def _against_content(entry: AgainstReference) -> dict[str, Any]:
-    return {**vars(entry), "speedup": vars(entry.speedup), "evaluation_speedup": _spread(entry.evaluation_speedup)}
-
-
-def _spread(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else vars(spread)
+        content["attribution"] = comparison.attribution
+    return json_content(content)
 
 
 def _run_content(run: RunSummary) -> dict[str, Any]:
-    content = {**vars(run), "step_time_ms": vars(run.step_time_ms), "typical_step": vars(run.typical_step)}
-    content["evaluation_ms"] = _spread(run.evaluation_ms)
+    exposed = None
     if run.exposed is not None:
-        content["exposed"] = {
-            "step_ms": vars(run.exposed.step_ms),
+        exposed = {
+            "step_ms": run.exposed.step_ms,
             "share_of_step": run.exposed.share_of_step,
             "floor_ms": run.floor_ms,
             "by_op": [
-                {"op": op, "direction": direction, "ms": time_ms, "median_ms": run.exposed.median_by_op[op, direction]}
-                for (op, direction), time_ms in run.exposed.by_op.items()
+                {"op": op, "direction": direction, "ms": mean_ms, "median_ms": median_ms}
+                for (op, direction), (mean_ms, median_ms) in run.exposed.by_op.items()
             ],
         }
-    if run.plugin is not None:
-        content["plugin"] = plugin_content(run.plugin)
-    return content
+    return {**vars(run), "exposed": exposed}
 
 
-def plugin_content(report: PluginReport) -> dict[str, Any]:
-    """The plugin's report of a run for compare.json."""
-    return {**vars(report), "fallbacks": [vars(fallback) for fallback in report.fallbacks]}
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON: NaN and infinity become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+def json_content(content: Mapping[str, Any]) -> Any:
+    """A content as JSON represents it: dataclasses are objects, infinity and NaN are null."""
+    return json.loads(to_json(content, inf_nan_mode="null"))

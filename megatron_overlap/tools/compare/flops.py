@@ -18,24 +18,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
+from megatron_overlap.config.cluster import Precision
 from megatron_overlap.config.megatron_args import number_after
 from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
 
 Attention = Literal["causal", "full"]
-Precision = Literal["fp32", "bf16", "fp16"]
 
 CONVENTION = "model FLOPs, forward + backward, causal half of attention, no recomputation (as Megatron logs them)"
 VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatron
 
-_FORWARD_AND_BACKWARD = 3
-_MULTIPLY_ADD = 2
-_MEGATRON_TOPK = 2  # default of --moe-router-topk in Megatron
 EXPERTS_FLAG = "--num-experts"
-_MULTIPLE_FLAG = "--make-vocab-size-divisible-by"
 # Arguments that replace or extend the model of the `model` section.
 _OTHER_MODELS = (
     "--moe-layer-freq",
@@ -54,30 +49,28 @@ _OTHER_MODELS = (
 
 # TFLOP/s with dense bf16 or fp16 inputs and fp32 accumulation, by a part of the device name that the driver reports.
 # The first match counts, so longer names come first. Devices that are not in the table are measured.
-HALF_TFLOPS: Mapping[str, float] = MappingProxyType(
-    {
-        "GB200": 2500.0,  # GB200 NVL72 data sheet: 5 PFLOP/s a GPU with sparsity
-        "B200": 2250.0,  # HGX B200 data sheet: 4.5 PFLOP/s a GPU with sparsity
-        "GH200": 989.4,  # GH200 data sheet: 1979 with sparsity
-        "H200 NVL": 835.5,  # H200 data sheet: 1671 with sparsity
-        "H200": 989.4,  # H200 data sheet, SXM: 1979 with sparsity
-        "H100 NVL": 835.5,  # H100 NVL data sheet: 1671 with sparsity
-        "H100 PCIe": 756.4,  # H100 architecture white paper, table of peak rates, PCIe
-        "H100": 989.4,  # H100 architecture white paper, table of peak rates, SXM5
-        "H800 PCIe": 756.4,  # rates of the H100, fewer NVLinks
-        "H800": 989.4,
-        "H20": 148.0,  # H20 data sheet
-        "A100": 311.9,  # A100 architecture white paper, every form factor
-        "A800": 311.9,  # rates of the A100, fewer NVLinks
-        "A30": 165.0,  # A30 data sheet
-        "A40": 149.7,  # A40 data sheet
-        "A10": 125.0,  # A10 data sheet
-        "L40S": 362.1,  # L40S data sheet: 733 with sparsity
-        "L40": 181.1,  # L40 data sheet: 362 with sparsity
-        "L20": 119.5,  # L20 data sheet
-        "L4": 121.0,  # L4 data sheet: 242 with sparsity
-    }
-)
+HALF_TFLOPS: Mapping[str, float] = {
+    "GB200": 2500.0,  # GB200 NVL72 data sheet: 5 PFLOP/s a GPU with sparsity
+    "B200": 2250.0,  # HGX B200 data sheet: 4.5 PFLOP/s a GPU with sparsity
+    "GH200": 989.4,  # GH200 data sheet: 1979 with sparsity
+    "H200 NVL": 835.5,  # H200 data sheet: 1671 with sparsity
+    "H200": 989.4,  # H200 data sheet, SXM: 1979 with sparsity
+    "H100 NVL": 835.5,  # H100 NVL data sheet: 1671 with sparsity
+    "H100 PCIe": 756.4,  # H100 architecture white paper, table of peak rates, PCIe
+    "H100": 989.4,  # H100 architecture white paper, table of peak rates, SXM5
+    "H800 PCIe": 756.4,  # rates of the H100, fewer NVLinks
+    "H800": 989.4,
+    "H20": 148.0,  # H20 data sheet
+    "A100": 311.9,  # A100 architecture white paper, every form factor
+    "A800": 311.9,  # rates of the A100, fewer NVLinks
+    "A30": 165.0,  # A30 data sheet
+    "A40": 149.7,  # A40 data sheet
+    "A10": 125.0,  # A10 data sheet
+    "L40S": 362.1,  # L40S data sheet: 733 with sparsity
+    "L40": 181.1,  # L40 data sheet: 362 with sparsity
+    "L20": 119.5,  # L20 data sheet
+    "L4": 121.0,  # L4 data sheet: 242 with sparsity
+}
 
 
 class UnknownFlopsError(ValueError):
@@ -105,7 +98,6 @@ class Peak:
 
     tflops: float
     source: str
-    measured: bool
 
 
 def token_flops(
@@ -113,13 +105,14 @@ def token_flops(
     seq_length: int,
     padded_vocab_size: int,
     attention: Attention = "causal",
-    ffn_hidden_size: int | None = None,
+    experts: ExpertShape | None = None,
 ) -> dict[str, float]:
     """FLOPs of one token of a full sequence, forward and backward, by part of the model.
 
-    `causal` attention counts half of the score matrix, `full` all of it. `ffn_hidden_size` replaces that of the model.
+    `causal` attention counts half of the score matrix, `full` all of it. `experts` replace the MLP.
     """
-    gemm = _FORWARD_AND_BACKWARD * _MULTIPLY_ADD
+    gemm = 2 * 3  # multiply-add, in forward and for the gradients of input and weight
+    ffn_hidden_size = model.ffn_hidden_size if experts is None else experts.active_ffn_hidden_size
     hidden, layers = model.hidden_size, model.num_layers
     queries = model.head_size * model.num_attention_heads
     keys_and_values = 2 * model.head_size * model.num_query_groups
@@ -128,7 +121,7 @@ def token_flops(
     return {
         "projections": float(gemm * layers * hidden * (queries + keys_and_values + queries)),  # QKV and output
         "attention": gemm * layers * 2 * queries * keys_seen,  # scores, and their product with the values
-        "mlp": float(gemm * layers * mlp_gemms * hidden * (ffn_hidden_size or model.ffn_hidden_size)),
+        "mlp": float(gemm * layers * mlp_gemms * hidden * ffn_hidden_size),
         "logits": float(gemm * hidden * padded_vocab_size),
     }
 
@@ -139,28 +132,17 @@ def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_M
     return -(-vocab_size // step) * step
 
 
-def tokens_per_step(cfg: LaunchConfig) -> int:
-    """Tokens of one iteration over all ranks."""
-    return cfg.train.global_batch_size * cfg.train.seq_length
-
-
-def step_flops(cfg: LaunchConfig, attention: Attention = "causal") -> float:
+def step_flops(cfg: LaunchConfig) -> float:
     """Model FLOPs of one iteration over all ranks.
 
     Raises:
         UnknownFlopsError: `megatron_args` change the model of the `model` section.
     """
     known_model(cfg.megatron_args)
-    multiple = number_after(_MULTIPLE_FLAG, cfg.megatron_args) or VOCABULARY_MULTIPLE
+    multiple = number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
-    each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, attention, active_ffn_hidden_size(cfg))
-    return sum(each.values()) * tokens_per_step(cfg)
-
-
-def active_ffn_hidden_size(cfg: LaunchConfig) -> int:
-    """Hidden size of the MLP that a token passes: of its experts and the shared expert together, or the dense MLP."""
-    experts = expert_shape(cfg)
-    return cfg.model.ffn_hidden_size if experts is None else experts.active_ffn_hidden_size
+    each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, experts=expert_shape(cfg))
+    return sum(each.values()) * (cfg.train.global_batch_size * cfg.train.seq_length)
 
 
 def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
@@ -171,7 +153,7 @@ def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
         return None
     return ExpertShape(
         count,
-        number_after("--moe-router-topk", args) or _MEGATRON_TOPK,
+        number_after("--moe-router-topk", args) or 2,  # default in Megatron
         number_after("--moe-ffn-hidden-size", args) or cfg.model.ffn_hidden_size,
         number_after("--moe-shared-expert-intermediate-size", args) or 0,
     )
@@ -198,43 +180,32 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
     for name, tflops in HALF_TFLOPS.items():
         # Match whole words: `A100` contains `A10`, and `GH200` contains `H200`.
         if re.search(rf"(?<![A-Z0-9]){name}(?![A-Z0-9])", device_name, re.IGNORECASE):
-            return Peak(tflops, f"data sheet of the {name}, dense {precision}", measured=False)
+            return Peak(tflops, f"data sheet of the {name}, dense {precision}")
     return None
 
 
 def find_peak(device_name: str, cfg: LaunchConfig) -> Peak:
     """The peak rate for a run: from the table, or measured on this machine.
 
-    Raises:
-        RunError: the measurement failed.
-    """
-    peak = known_peak(device_name, cfg.train.precision) if cfg.launch.device == "cuda" else None
-    return peak if peak is not None else measure_peak(cfg)
-
-
-def measure_peak(cfg: LaunchConfig) -> Peak:
-    """Time large square GEMMs in the precision and with the threads of the run, on all ranks of the machine at once.
-
-    Ranks that run together share caches, memory and clock rate, as they do in the run.
+    A measurement times large square GEMMs in the precision and with the threads of the run, on all ranks of the machine
+    at once. Ranks that run together share caches, memory and clock rate, as they do in the run.
 
     Raises:
-        RunError: a rank failed.
+        RunError: a rank of the measurement failed.
     """
-    device, precision = cfg.launch.device, cfg.train.precision
+    known = known_peak(device_name, cfg.train.precision) if cfg.launch.device == "cuda" else None
+    if known is not None:
+        return known
+    device, precision, threads = cfg.launch.device, cfg.train.precision, cfg.launch.threads_per_rank
     ranks = cfg.world_size if device == "cpu" else 1
-    threads = cfg.launch.threads_per_rank
-    module = "megatron_overlap.tools.gemm_rate"
+    measure, env = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        commands = [
-            RankCommand(
-                rank, [sys.executable, "-m", module, str(file), device, precision], {"OMP_NUM_THREADS": str(threads)}
-            )
-            for rank, file in enumerate(files)
-        ]
+        launches = [[*measure, str(file), device, precision] for file in files]
+        commands = [RankCommand(rank, argv, env) for rank, argv in enumerate(launches)]
         run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
         rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
     source = f"measured: best square {precision} GEMM"
     if device == "cpu":
         source += f", {ranks} processes at once, {threads} thread{'s' if threads > 1 else ''} each"
-    return Peak(statistics.median(rates), source, measured=True)
+    return Peak(statistics.median(rates), source)

@@ -3,14 +3,14 @@
 The first run is the reference. A launch times every workload once, after a shorter call with the same prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from megatron_overlap.tools.compare.comparison import Spread, finite, plugin_content
+from megatron_overlap.config import LaunchConfig
+from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread, json_content
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
 
 RESULT_FILE = "generation.json"
@@ -26,10 +26,9 @@ class Workload:
     batch: int
 
     @classmethod
-    def parse(cls, text: str) -> Workload:
+    def parse(cls, text: str) -> Self:
         """Reads `128x4`."""
-        prompt_tokens, batch = map(int, text.split("x"))
-        return cls(prompt_tokens, batch)
+        return cls(*map(int, text.split("x")))
 
     def __str__(self) -> str:
         return f"{self.prompt_tokens}x{self.batch}"
@@ -59,23 +58,12 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True)
-class GenerationSide:
-    """All launches of one config, with one record for each round."""
-
-    name: str
-    link: Mapping[str, Any]
-    records: tuple[GenerationRecord, ...]
-
-
-@dataclass(frozen=True)
 class WorkloadSummary:
-    """One workload of one run.
+    """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
     Attributes:
-        figures: of `METRICS`, over the rounds.
         speedups: in each round the time of the reference over that of the run; tokens/s the other way round. Empty for
             the reference.
-        sequences: number of prompts of all rounds.
         equal_sequences: those with the tokens of the reference.
         first_difference: smallest index of a token that differs; None where none does.
     """
@@ -104,17 +92,11 @@ class GenerationRun:
         return all(each.equal_sequences == each.sequences for each in self.workloads)
 
 
-@dataclass(frozen=True)
-class GenerationComparison:
-    """The result; the first run is the reference."""
-
-    runs: tuple[GenerationRun, ...]
-    device: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    settings: Mapping[str, Any]
+GenerationComparison = Compared[GenerationRun]
+_Side = Launched[GenerationRecord]
 
 
-def read_generation(run_dir: Path, world_size: int) -> GenerationRecord:
+def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
     """Reads what one launch of `scripts/generate_gpt.py` wrote.
 
     Raises:
@@ -123,38 +105,33 @@ def read_generation(run_dir: Path, world_size: int) -> GenerationRecord:
     path = run_dir / RESULT_FILE
     content = read_object(path)
     try:
-        rows = {Workload(row["prompt_tokens"], row["batch"]): row for row in content["workloads"]}
-        workloads = {
-            workload: Measured(
-                {name: float(row[name]) for name in METRICS}, tuple(tuple(tokens) for tokens in row["tokens"])
-            )
-            for workload, row in rows.items()
-        }
-        engines = {str(row["engine"]) for row in rows.values()}
-        return GenerationRecord("/".join(engines), workloads, content["meta"], read_reports(run_dir, world_size))
+        workloads = {}
+        for row in content["workloads"]:
+            figures = {name: float(row[name]) for name in METRICS}
+            workload = Workload(row["prompt_tokens"], row["batch"])
+            workloads[workload] = Measured(figures, tuple(map(tuple, row["tokens"])))
+        engines = "/".join({str(row["engine"]) for row in content["workloads"]})
+        return GenerationRecord(engines, workloads, content["meta"], read_reports(run_dir, config.world_size))
     except KeyError as error:
         raise RunRecordError(f"{path}: {error}: the key is missing") from error
 
 
-def compare_generation(sides: Sequence[GenerationSide], settings: Mapping[str, Any]) -> GenerationComparison:
+def compare_generation(sides: Sequence[_Side], settings: Mapping[str, Any]) -> GenerationComparison:
     """Compares every side with the first. All sides have the same workloads and number of rounds."""
-    meta = sides[0].records[0].meta
+    reference, meta = sides[0], sides[0].records[0].meta
     device = {"kind": meta["device"], "name": meta["device_name"], "world_size": meta["world_size"]}
-    runs = tuple(_summarize(side, None if side is sides[0] else sides[0]) for side in sides)
-    return GenerationComparison(runs, device, meta["versions"], settings)
+    runs = []
+    for side in sides:
+        first = side.records[0]
+        workloads = tuple(_summarize(workload, side, reference) for workload in first.workloads)
+        runs.append(GenerationRun(side.name, first.engine, workloads, side.link, first.report))
+    return GenerationComparison(runs, meta["versions"], device, settings)
 
 
-def _summarize(side: GenerationSide, reference: GenerationSide | None) -> GenerationRun:
-    first = side.records[0]
-    workloads = tuple(_workload(workload, side, reference) for workload in first.workloads)
-    return GenerationRun(side.name, first.engine, workloads, side.link, first.report)
-
-
-def _workload(workload: Workload, side: GenerationSide, reference: GenerationSide | None) -> WorkloadSummary:
-    mine = [record.workloads[workload] for record in side.records]
-    base = mine if reference is None else [record.workloads[workload] for record in reference.records]
+def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSummary:
+    mine, base = ([record.workloads[workload] for record in each.records] for each in (side, reference))
     speedups = {}
-    if reference is not None:
+    if side is not reference:
         for name in METRICS:
             pairs = [(a.figures[name], b.figures[name]) for a, b in zip(base, mine, strict=True)]
             speedups[name] = Spread.of([b / a if name == "tokens_per_s" else a / b for a, b in pairs])
@@ -175,33 +152,25 @@ def _workload(workload: Workload, side: GenerationSide, reference: GenerationSid
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, or that only one of the two has; None: they are equal."""
-    shared = min(len(a), len(b))
-    differs = next((place for place in range(shared) if a[place] != b[place]), shared)
-    return None if differs == shared and len(a) == len(b) else differs
+    return next((place for place, (one, other) in enumerate(zip_longest(a, b)) if one != other), None)
 
 
-def generation_content(result: GenerationComparison) -> dict[str, Any]:
+def generation_content(result: GenerationComparison) -> Any:
     """The content of compare.json."""
-    content: dict[str, Any] = {
-        "generation": True,
-        "runs": [
-            {
-                "name": run.name,
-                "engine": run.engine,
-                "tokens_equal": run.tokens_equal,
-                "workloads": [_summary_content(each) for each in run.workloads],
-                "link": run.link,
-                "plugin": None if run.plugin is None else plugin_content(run.plugin),
-            }
-            for run in result.runs
-        ],
-        "versions": result.versions,
-        "device": result.device,
-        "settings": result.settings,
-    }
-    return finite(content)  # type: ignore[no-any-return]
+    runs = [
+        {
+            "name": run.name,
+            "engine": run.engine,
+            "tokens_equal": run.tokens_equal,
+            "workloads": [_summary_content(each) for each in run.workloads],
+            "link": run.link,
+            "plugin": run.plugin,
+        }
+        for run in result.runs
+    ]
+    return json_content({"generation": True, **vars(result), "runs": runs})
 
 
 def _summary_content(summary: WorkloadSummary) -> dict[str, Any]:
-    content = asdict(summary)
-    return {**content.pop("workload"), **content}
+    content = {**vars(summary)}
+    return {**vars(content.pop("workload")), **content}

@@ -4,25 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_overlap.tools.compare.generation import (
-    METRICS,
-    GenerationComparison,
-    Workload,
-    WorkloadSummary,
-    generation_content,
-)
+from megatron_overlap.tools.compare import report
+from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary, generation_content
 from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes, title_and_caption
-from megatron_overlap.tools.compare.report import (
-    KeyFigure,
-    Row,
-    call_rows,
-    fallback_lines,
-    ranks_and_device,
-    ratio,
-    render,
-    version_notes,
-    write_files,
-)
 
 
 def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
@@ -30,53 +14,55 @@ def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], c
     figure = make_figure(4.2 if title else 3.8)
     workloads = [each.workload for each in result.runs[0].workloads]
     batch, length = max(each.batch for each in workloads), max(each.prompt_tokens for each in workloads)
-    by_length = [place for place, each in enumerate(workloads) if each.batch == batch]
-    by_batch = [place for place, each in enumerate(workloads) if each.prompt_tokens == length]
     for axes, (name, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
-        first = name == "first_token_ms"
-        style_axes(axes, f"{label}: batch {batch}" if first else f"{label}: prompts of {length:,} tokens")
-        _bars(axes, result, name, by_length if first else by_batch, "prompt_tokens" if first else "batch")
-        axes.set_xlabel("tokens of a prompt" if first else "batch", fontsize=8, color=COLORS[0])
+        if name == "first_token_ms":
+            axes_title, x_label = f"{label}: batch {batch}", "tokens of a prompt"
+            ticks = {place: each.prompt_tokens for place, each in enumerate(workloads) if each.batch == batch}
+        else:
+            axes_title, x_label = f"{label}: prompts of {length:,} tokens", "batch"
+            ticks = {place: each.batch for place, each in enumerate(workloads) if each.prompt_tokens == length}
+        style_axes(axes, axes_title, x_label)
+        _bars(axes, result, name, ticks)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8.5, frameon=False)
     title_and_caption(figure, title, caption)
     return as_file(figure, form)
 
 
-def _bars(axes: Any, result: GenerationComparison, name: str, places: list[int], key: str) -> None:
+def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int, int]) -> None:
+    """One bar for each run and workload; `ticks` has the places of the workloads and their labels."""
     width = 0.8 / len(result.runs)
-    shown: list[Workload] = [result.runs[0].workloads[place].workload for place in places]
     for number, run in enumerate(result.runs):
         color = COLORS[number % len(COLORS)]
-        at = [index + (number - (len(result.runs) - 1) / 2) * width for index in range(len(places))]
-        spreads = [run.workloads[place].figures[name] for place in places]
+        at = [index + (number - (len(result.runs) - 1) / 2) * width for index in range(len(ticks))]
+        shown = [run.workloads[place] for place in ticks]
+        spreads = [each.figures[name] for each in shown]
         axes.bar(at, [each.median for each in spreads], width=0.9 * width, color=color, alpha=0.55, label=run.name)
         axes.vlines(at, [each.p20 for each in spreads], [each.p80 for each in spreads], color=color, lw=3)
-        for x, place, spread in zip(at, places, spreads, strict=True):
-            speedup = run.workloads[place].speedups.get(name)
-            if speedup is not None:
-                axes.text(x, spread.p80, f"{speedup.median:.2f}x", fontsize=8, ha="center", va="bottom")
-    axes.set_xticks(range(len(places)), [f"{getattr(each, key):,}" for each in shown], fontsize=8.5)
+        for x, each, spread in zip(at, shown, spreads, strict=True):
+            if name in each.speedups:
+                text = f"{each.speedups[name].median:.2f}x"
+                axes.text(x, spread.p80, text, fontsize=8, ha="center", va="bottom")
+    axes.set_xticks(range(len(ticks)), [f"{tick:,}" for tick in ticks.values()], fontsize=8.5)
     axes.margins(y=0.12)
 
 
 def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Write the three files; `configs` has the resolved config of each run by its name."""
-    from megatron_overlap.tools.compare.generation_report import draw_generation
-
-    page = render(
+    caption = f"{report.ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
+    page = report.render(
         "generation.html.j2",
         headline=headline(result),
         key_figures=key_figures(result),
-        overview=draw_generation(result, "svg", _caption(result)),
+        overview=draw_generation(result, "svg", caption),
         runs=result.runs,
         rows=rows(result),
         notes=notes(result),
-        fallbacks=fallback_lines(result.runs),
+        fallbacks=report.fallback_lines(result.runs),
         configs=configs,
     )
-    picture = draw_generation(result, "png", _caption(result), headline(result))
-    write_files(folder, picture, page, generation_content(result))
+    picture = draw_generation(result, "png", caption, headline(result))
+    report.write_files(folder, picture, page, generation_content(result))
 
 
 def headline(result: GenerationComparison) -> str:
@@ -90,42 +76,44 @@ def headline(result: GenerationComparison) -> str:
     )
 
 
-def key_figures(result: GenerationComparison) -> list[KeyFigure]:
+def key_figures(result: GenerationComparison) -> list[report.KeyFigure]:
     """The figures at the head of the report, of the headline's workload."""
     before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
     found = [
-        KeyFigure(
+        report.KeyFigure(
             label,
             f"{before.figures[name].median:,.1f} \u2192 {after.figures[name].median:,.1f}",
-            f"{ratio(after.speedups[name])}; {after.workload.label}",
+            f"{report.ratio(after.speedups[name])}; {after.workload.label}",
         )
         for name, label in METRICS.items()
     ]
-    equal, total = _equal(result.runs[1].workloads)
-    return [*found, KeyFigure("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
+    equal = sum(each.equal_sequences for each in result.runs[1].workloads)
+    total = sum(each.sequences for each in result.runs[1].workloads)
+    return [*found, report.KeyFigure("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
 
 
-def rows(result: GenerationComparison) -> list[Row]:
+def rows(result: GenerationComparison) -> list[report.Row]:
     """The rows of the table: every figure by workload, then tokens and calls."""
     runs, workloads = result.runs, [each.workload for each in result.runs[0].workloads]
-    shown = [Row("engine", tuple(run.engine for run in runs))]
+    shown = [report.Row("engine", tuple(run.engine for run in runs))]
     for name, label in METRICS.items():
         for place, workload in enumerate(workloads):
             mine = [run.workloads[place] for run in runs]
-            shown.append(Row(f"{label}: {workload.label}", tuple(f"{each.figures[name].median:,.1f}" for each in mine)))
-            speedups = (ratio(each.speedups[name]) for each in mine[1:])
-            shown.append(Row("relative to the reference", ("reference", *speedups), detail=True))
+            medians = tuple(f"{each.figures[name].median:,.1f}" for each in mine)
+            shown.append(report.Row(f"{label}: {workload.label}", medians))
+            speedups = (report.ratio(each.speedups[name]) for each in mine[1:])
+            shown.append(report.Row("relative to the reference", ("reference", *speedups), detail=True))
     for place, workload in enumerate(workloads):
         tokens = (_tokens(run.workloads[place]) for run in runs[1:])
-        shown.append(Row(f"equal sequences: {workload.label}", ("reference", *tokens)))
-    return [*shown, *call_rows(runs)]
+        shown.append(report.Row(f"equal sequences: {workload.label}", ("reference", *tokens)))
+    return [*shown, *report.call_rows(runs)]
 
 
 def notes(result: GenerationComparison) -> list[str]:
     """How the figures were measured, one sentence each."""
     links = dict.fromkeys(f"{run.link.get('description')}" for run in result.runs)
-    lines = [f"Device: {ranks_and_device(result.device)}.", f"Network: {'; '.join(links)}."]
-    lines += version_notes(result.versions)
+    lines = [f"Device: {report.ranks_and_device(result.device)}.", f"Network: {'; '.join(links)}."]
+    lines += report.version_notes(result.versions)
     if result.device["kind"] == "cpu":
         lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
     return [*lines, *map(str, result.settings["notes"])]
@@ -135,11 +123,3 @@ def _tokens(summary: WorkloadSummary) -> str:
     text = f"{summary.equal_sequences} of {summary.sequences}"
     place = summary.first_difference
     return text if place is None else f"{text}; first difference at token {place + 1}"
-
-
-def _equal(workloads: tuple[WorkloadSummary, ...]) -> tuple[int, int]:
-    return sum(each.equal_sequences for each in workloads), sum(each.sequences for each in workloads)
-
-
-def _caption(result: GenerationComparison) -> str:
-    return f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"

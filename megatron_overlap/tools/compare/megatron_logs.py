@@ -27,7 +27,6 @@ _FIELDS = {
 }
 _ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
 
-FLOPS_CONVENTION = "as Megatron logged them (--log-throughput), one decimal"
 NOT_IN_A_LOG = "not in the log"
 NOTES = (
     "Read from finished logs. The runs were not interleaved: other load of the machines changes the ratio.",
@@ -58,76 +57,59 @@ def read_log(path: Path) -> Log:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise usage_error(
-            "compare --logs",
-            str(path),
-            f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run",
-        ) from error
+        remedy = f"{(error.strerror or 'cannot be read').lower()}; give the log of a finished run"
+        raise usage_error("compare --logs", str(path), remedy) from error
     lines: dict[int, dict[str, float]] = {}
     arguments: dict[str, int] = {}
     for row in text.splitlines():
         found = _ITERATION.search(row)
         if found is None:
-            named = _ARGUMENT.search(row)
-            if named is not None:
+            if named := _ARGUMENT.search(row):
                 arguments[named[1]] = int(named[2])
             continue
-        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
-        if "step_time_ms" not in line:
-            continue
         number = int(found[1])
-        if lines.get(number) == line:  # the output of two ranks in one file
+        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
+        # An equal line is from the output of another rank in the same file.
+        if "step_time_ms" not in line or lines.get(number) == line:
             continue
         if lines and number <= max(lines):
-            raise usage_error(
-                "compare --logs",
-                str(path),
-                f"iteration {number} comes after iteration {max(lines)}: give one file for each run",
-            )
+            remedy = f"iteration {number} comes after iteration {max(lines)}: give one file for each run"
+            raise usage_error("compare --logs", str(path), remedy)
         lines[number] = line
     if not lines:
-        raise usage_error(
-            "compare --logs",
-            str(path),
-            "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron",
-        )
+        remedy = "has no line with `elapsed time per iteration (ms)`; give the output of the last rank of Megatron"
+        raise usage_error("compare --logs", str(path), remedy)
     return Log(path, lines, arguments.get("world_size"), arguments.get("seq_length"))
 
 
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
-    """Logs as sides of a comparison, restricted to the iterations that all logs have.
-
-    Args:
-        logs: at least two, the reference first.
-        peak_tflops: peak rate of a device in TFLOP/s; None: no MFU.
+    """Logs, the reference first, as sides of a comparison of the iterations that all have; no peak: no MFU.
 
     Raises:
         ConfigError: the logs have too few iterations in common.
     """
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
-        remedy = (
-            f"has {len(common)} iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
-        )
-        raise usage_error("compare --logs", str(logs[-1].path), remedy)
+        remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
+        raise usage_error("compare --logs", str(logs[-1].path), f"has {len(common)} {remedy}")
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
-    peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops", measured=False)
-    return [_side(log, common, stem if unique else str(log.path), peak) for log, stem in zip(logs, stems, strict=True)]
-
-
-def _side(log: Log, common: Sequence[int], name: str, peak: Peak | None) -> Side:
-    rows = [log.lines[number] for number in common]
-    record = RunRecord(
-        iterations=tuple(common),
-        step_time_ms=tuple(row["step_time_ms"] for row in rows),
-        losses=tuple(row.get("loss") for row in rows),
-        grad_norms=tuple(row.get("grad_norm") for row in rows),
-        peak_memory_bytes=None,
-        meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
-        report=None,
-    )
-    return Side(name, _workload(log, rows), peak, {"kind": "log", "description": NOT_IN_A_LOG}, (record,))
+    peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops")
+    found = []
+    for log, stem in zip(logs, stems, strict=True):
+        rows = [log.lines[number] for number in common]
+        record = RunRecord(
+            iterations=tuple(common),
+            step_time_ms=tuple(row["step_time_ms"] for row in rows),
+            losses=tuple(row.get("loss") for row in rows),
+            grad_norms=tuple(row.get("grad_norm") for row in rows),
+            peak_memory_bytes=None,
+            meta={"device": None, "device_name": NOT_IN_A_LOG, "world_size": log.world_size or NOT_IN_A_LOG},
+            report=None,
+        )
+        link = {"kind": "log", "description": NOT_IN_A_LOG}
+        found.append(Side(stem if unique else str(log.path), link, (record,), _workload(log, rows), peak))
+    return found
 
 
 def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
@@ -138,4 +120,5 @@ def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
     counted = [row["tflops"] * row["step_time_ms"] * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.get("tflops")]
     if not counted:
         return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
-    return Workload(tokens, median(counted) * (log.world_size or 1), FLOPS_CONVENTION, log.world_size)
+    convention = "as Megatron logged them (--log-throughput), one decimal"
+    return Workload(tokens, median(counted) * (log.world_size or 1), convention, log.world_size)

@@ -30,14 +30,12 @@ OP_STYLES: tuple[tuple[str, str], ...] = (
 """Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
 Every wait is darker than computation."""
 
-_SMALLEST_DEVIATION = 1e-9
-"""Exact agreement has no place on a logarithmic axis; it is drawn at this value."""
-
-_INK, _GRID, _COMPUTE, _MESSAGE, _SAVED = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#0a8f6a"
-_MIN_SHARE = 0.002
-"""Ops with a smaller share of the drawn time share the last style."""
-_WIDTH = 13.0
-"""Inches."""
+_SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis; it is drawn at this value
+_INK, _GRID, _COMPUTE, _MESSAGE, _FLOOR = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#8b98a8"
+_SHORTER: dict[str, Any] = {"color": "#0a8f6a"}
+_LONGER: dict[str, Any] = {"color": "#7a1420", "hatch": "///"}
+_MIN_SHARE = 0.002  # ops with a smaller share of the drawn time share the last style
+_WIDTH = 13.0  # inches
 
 
 def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
@@ -58,13 +56,16 @@ def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
     grid = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     ends = [max(rank.stop_ms for rank in one.ranks) for one in found]
     styles = op_styles(found)
-    for axes, one, end in zip(grid, found, ends, strict=True):
-        _timeline(axes, one, end, ends[0], max(ends), styles)
+    for axes, one in zip(grid, found, strict=True):
+        _timeline(axes, one, ends[0], max(ends), styles)
     grid[-1].set_xlabel("ms", fontsize=8.5, color=COLORS[0])
     handles = [Patch(facecolor=_COMPUTE, label="computation")]
-    handles += [_patch(styles[op], f"wait: {op}") for op in styles]
+    labels = {f"wait: {op}": style for op, style in styles.items()}
     if any(span.op not in styles for one in found for rank in one.ranks for span in rank.waits):
-        handles.append(_patch(len(OP_STYLES) - 1, "wait: all other ops"))
+        labels["wait: all other ops"] = len(OP_STYLES) - 1
+    for label, style in labels.items():
+        color, hatch = OP_STYLES[style]
+        handles.append(Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label))
     handles.append(Patch(facecolor=_MESSAGE, label="messages to the rank"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8.5, frameon=False)
     return as_file(figure, "svg")
@@ -77,28 +78,24 @@ def draw_breakdown(part: Breakdown) -> bytes:
     labels = [f"step of {part.reference}", *(change.label for change in part.changes), f"step of {part.run}"]
     for row, total, floor in ((0, part.reference_ms, part.reference_floor_ms), (-1, part.run_ms, part.run_floor_ms)):
         place = row % len(labels)
-        axes.barh(place, floor, color="#8b98a8", height=0.7)
+        axes.barh(place, floor, color=_FLOOR, height=0.7)
         axes.barh(place, total - floor, left=floor, color=OP_STYLES[0][0], height=0.7)
         axes.text(total, place, f" {total:,.1f} ms", fontsize=8.5, va="center", color=_INK)
     for place, change in enumerate(part.changes, start=1):
-        shorter = change.change_ms < 0
-        color, hatch = (_SAVED, "") if shorter else ("#7a1420", "///")
-        axes.barh(
-            place, change.change_ms, left=change.start_ms, height=0.7, color=color, hatch=hatch, edgecolor="white"
-        )
+        style = _SHORTER if change.change_ms < 0 else _LONGER
+        axes.barh(place, change.change_ms, left=change.start_ms, height=0.7, edgecolor="white", **style)
         end = max(change.start_ms, change.stop_ms)
         axes.text(end, place, f" {change.change_ms:+,.1f}", fontsize=8.5, va="center", color=_INK)
     axes.axvline(part.reference_floor_ms, color=_INK, lw=1.2, ls="--")
-    style_axes(axes, "")
+    style_axes(axes, "", "ms; dashed: compute-only floor of the reference")
     axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_xlim(0, 1.08 * max(part.reference_ms, *(change.stop_ms for change in part.changes)))
-    axes.set_xlabel("ms; dashed: compute-only floor of the reference", fontsize=8, color=COLORS[0])
     handles = [
-        Patch(facecolor="#8b98a8", label="computation"),
+        Patch(facecolor=_FLOOR, label="computation"),
         Patch(facecolor=OP_STYLES[0][0], label="exposed communication"),
-        Patch(facecolor=_SAVED, label="shorter"),
-        Patch(facecolor="#7a1420", hatch="///", edgecolor="white", label="longer"),
+        Patch(facecolor=_SHORTER["color"], label="shorter"),
+        Patch(facecolor=_LONGER["color"], hatch=_LONGER["hatch"], edgecolor="white", label="longer"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False)
     return as_file(figure, "svg")
@@ -114,9 +111,8 @@ def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
     return {op: place for place, op in enumerate(longest[: len(OP_STYLES) - 1])}
 
 
-def _timeline(
-    axes: Any, one: StepTimeline, end: float, first_end: float, axis_ms: float, styles: dict[str, int]
-) -> None:
+def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, styles: dict[str, int]) -> None:
+    end = max(rank.stop_ms for rank in one.ranks)
     shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
     style_axes(
         axes,
@@ -130,7 +126,7 @@ def _timeline(
             _bars(axes, mine, (place - 0.4, 0.5), *OP_STYLES[style])
         _bars(axes, rank.messages, (place + 0.14, 0.18), _MESSAGE, "")
     if first_end - end > 0.001 * axis_ms:
-        axes.axvspan(end, first_end, facecolor="none", edgecolor="#8b98a8", ls=(0, (4, 3)))
+        axes.axvspan(end, first_end, facecolor="none", edgecolor=_FLOOR, ls=(0, (4, 3)))
         middle = (len(one.ranks) - 1) / 2
         saved = f"{first_end - end:,.1f} ms less"
         axes.text((end + first_end) / 2, middle, saved, ha="center", va="center", fontsize=9, fontweight="bold")
@@ -141,8 +137,8 @@ def _timeline(
 
 
 def _rank_label(rank: RankStep) -> str:
-    lines = [f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else ""), f"waits {rank.waited_ms:,.1f} ms"]
-    return "\n".join([*lines, *([f"messages {rank.receiving_ms:,.1f} ms"] if rank.messages else [])])
+    label = f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else "") + f"\nwaits {rank.waited_ms:,.1f} ms"
+    return label + (f"\nmessages {rank.receiving_ms:,.1f} ms" if rank.messages else "")
 
 
 def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: str, hatch: str) -> None:
@@ -150,13 +146,11 @@ def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: st
     axes.broken_barh(bars, rows, facecolor=color, hatch=hatch, edgecolor="white" if hatch else "none", lw=0)
 
 
-def _patch(style: int, label: str) -> Patch:
-    color, hatch = OP_STYLES[style]
-    return Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label)
-
-
 def _step_times(axes: Any, result: Comparison) -> None:
-    style_axes(axes, "Step time, slowest rank (ms)")
+    keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
+    if any(run.floor_ms is not None for run in result.runs):
+        keys += "\ndashed: compute-only floor (step minus exposed communication)"
+    style_axes(axes, "Step time, slowest rank (ms)", keys)
     longest = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
     for place, run in enumerate(result.runs):
         color, spread = _color(place), run.step_time_ms
@@ -175,15 +169,12 @@ def _step_times(axes: Any, result: Comparison) -> None:
     axes.set_xlim(0, longest * 1.04)
     axes.set_ylim(len(result.runs) - 0.55, -0.65)
     axes.set_yticks([])
-    keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
-    if any(run.floor_ms is not None for run in result.runs):
-        keys += "\ndashed: compute-only floor (step minus exposed communication)"
-    axes.set_xlabel(keys, fontsize=8, color=COLORS[0])
 
 
 def _speedups(axes: Any, result: Comparison) -> None:
     reference = result.runs[0].name
-    style_axes(axes, f"Speedup over {reference}" if len(reference) < 24 else "Speedup over the reference")
+    title = f"Speedup over {reference}" if len(reference) < 24 else "Speedup over the reference"
+    style_axes(axes, title, "dots: rounds")
     bars: list[tuple[str, Any, str, list[float]]] = [
         (entry.name, entry.speedup, _color(place), entry.speedup_rounds)
         for place, entry in enumerate(result.against, start=1)
@@ -200,21 +191,13 @@ def _speedups(axes: Any, result: Comparison) -> None:
         axes.plot([place - 0.25, place + 0.25], [spread.median] * 2, color=color, lw=2.5)
         axes.plot([place] * 2, [spread.p20, spread.p80], color=color, lw=5, alpha=0.6, solid_capstyle="butt")
         for index, value in enumerate(each):
-            shift = (index - (len(each) - 1) / 2) * 0.3 / max(len(each), 1)
+            shift = (index - (len(each) - 1) / 2) * 0.3 / len(each)
             axes.plot(place + shift, value, "o", color=color, markersize=4, mec="white", mew=0.5)
-        above = spread.median >= 1
-        highest, lowest = max([spread.p80, *each]), min([spread.p20, *each])
-        axes.annotate(
-            f"{spread.median:.3f}x",
-            (place, highest if above else lowest),
-            xytext=(0, 6 if above else -6),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if above else "top",
-            fontsize=10,
-            fontweight="bold",
-            color=_INK,
-        )
+        end, points, aligned = max([spread.p80, *each]), 6, "bottom"
+        if spread.median < 1:
+            end, points, aligned = min([spread.p20, *each]), -6, "top"
+        font = {"fontsize": 10, "fontweight": "bold", "color": _INK, "ha": "center", "va": aligned}
+        axes.annotate(f"{spread.median:.3f}x", (place, end), xytext=(0, points), textcoords="offset points", **font)
     axes.axhline(1, color=_INK, lw=1)
     values = [value for _, spread, _, each in bars for value in (spread.p20, spread.p80, *each)]
     low, high = min([1.0, *values]), max([1.0, *values])
@@ -222,13 +205,12 @@ def _speedups(axes: Any, result: Comparison) -> None:
     axes.set_ylim(low - (margin if low < 1 else margin / 3), high + margin)
     axes.set_xlim(-0.6, len(bars) - 0.4)
     axes.set_xticks(range(len(bars)), [_two_lines(name) for name, *_ in bars], fontsize=8.5)
-    axes.set_xlabel("dots: rounds", fontsize=8, color=COLORS[0])
 
 
 def _training(axes: Any, result: Comparison) -> None:
     losses, deviations = axes
     style_axes(losses, "Loss, and its deviation from the reference")
-    style_axes(deviations, "")
+    style_axes(deviations, "", "iteration")
     reference = result.runs[0]
     for place, run in enumerate(result.runs):
         steps = range(1, len(run.losses) + 1)
@@ -248,7 +230,6 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.yaxis.set_major_formatter(lambda value, _: "0" if value <= _SMALLEST_DEVIATION else f"{value:.0e}")
     deviations.set_ylabel("relative deviation", fontsize=8)
     deviations.legend(fontsize=8, frameon=False, ncols=2)
-    deviations.set_xlabel("iteration", fontsize=8, color=COLORS[0])
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -274,9 +255,10 @@ def as_file(figure: Any, form: Literal["png", "svg"]) -> bytes:
     return out.getvalue()
 
 
-def style_axes(axes: Any, title: str) -> None:
-    """Gives axes their title, grid and ticks."""
+def style_axes(axes: Any, title: str, x_label: str = "") -> None:
+    """Gives axes their title, label, grid and ticks."""
     axes.set_title(title, fontsize=10, loc="left", color=_INK)
+    axes.set_xlabel(x_label, fontsize=8, color=COLORS[0])
     axes.grid(color=_GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, length=0)

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.table import Table
 
-from megatron_overlap.tools.compare.comparison import Comparison, Spread, comparison_content
+from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
+from megatron_overlap.tools.compare.generation import GenerationRun
+from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
 from megatron_overlap.tools.compare.traced_steps import Breakdown, StepTimeline, breakdowns, timelines
-from megatron_overlap.tools.launch.run_records import PluginReport
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
@@ -26,15 +27,8 @@ NO_EVENTS = (
 
 _MIB = 1024 * 1024
 
-
-class Reported(Protocol):
-    """A run of any comparison."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def plugin(self) -> PluginReport | None: ...
+Reported = RunSummary | GenerationRun
+"""A run of any comparison."""
 
 
 @dataclass(frozen=True)
@@ -56,53 +50,23 @@ class KeyFigure:
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files."""
-    from megatron_overlap.tools.compare.plot import draw_overview
+    """Write the three files. The page needs no scripts, other files or network access.
 
-    picture = draw_overview(result, "png", _caption(result), headline(result))
-    write_files(folder, picture, html(result, configs, folder / RUNS_FOLDER), comparison_content(result))
-
-
-def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, Any]) -> None:
-    """Put three complete files in place, the JSON last."""
-    figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    content = {PNG_FILE: picture, HTML_FILE: page.encode(), JSON_FILE: figures_json.encode()}
-    for name, data in content.items():
-        (folder / f"{name}.new").write_bytes(data)
-    for name in content:
-        (folder / f"{name}.new").replace(folder / name)
-
-
-def remove(folder: Path) -> None:
-    """Remove the files of an earlier comparison."""
-    for name in (JSON_FILE, HTML_FILE, PNG_FILE):
-        (folder / name).unlink(missing_ok=True)
-
-
-def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
-    """The table for a rich console, one column for each run."""
-    shown = Table("", box=box.SIMPLE_HEAD)
-    for run in runs:
-        shown.add_column(run.name, justify="right", overflow="fold")
-    for row in rows:
-        shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
-    return shown
-
-
-def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> str:
-    """The report as one page without scripts, other files or network access.
-
-    `configs` has the resolved config of each run by the name of the run, `runs_folder` the events of the launches.
+    `configs` has the resolved config of each run by the name of the run. `RUNS_FOLDER` in `folder` has the events.
     """
-    from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
-
-    steps, step_notes = _steps(result, runs_folder)
-    return render(
+    steps, step_notes = list[StepTimeline](), [NO_EVENTS]
+    if any(run.exposed is not None for run in result.runs):
+        steps, missing = timelines(result, folder / RUNS_FOLDER)
+        step_notes = [*(timeline_notes(steps) if steps else []), *missing]
+    caption = "read from finished logs"
+    if not from_logs(result):
+        caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
+    page = render(
         "compare.html.j2",
         headline=headline(result),
         attribution=attribution(result),
         key_figures=key_figures(result),
-        overview=draw_overview(result, "svg", _caption(result)),
+        overview=draw_overview(result, "svg", caption),
         timeline=draw_timelines(steps) if steps else None,
         timeline_notes=step_notes,
         breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
@@ -115,6 +79,27 @@ def html(result: Comparison, configs: Mapping[str, str], runs_folder: Path) -> s
         fallbacks=None if from_logs(result) else fallback_lines(result.runs),
         configs=configs,
     )
+    write_files(folder, draw_overview(result, "png", caption, headline(result)), page, comparison_content(result))
+
+
+def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, Any]) -> None:
+    """Put three complete files in place, the JSON last."""
+    figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    content = {PNG_FILE: picture, HTML_FILE: page.encode(), JSON_FILE: figures_json.encode()}
+    for name, data in content.items():
+        (folder / f"{name}.new").write_bytes(data)
+    for name in content:
+        (folder / f"{name}.new").replace(folder / name)
+
+
+def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
+    """The table for a rich console, one column for each run."""
+    shown = Table("", box=box.SIMPLE_HEAD)
+    for run in runs:
+        shown.add_column(run.name, justify="right", overflow="fold")
+    for row in rows:
+        shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
+    return shown
 
 
 def render(template: str, **values: object) -> str:
@@ -177,7 +162,7 @@ def rows(result: Comparison) -> list[Row]:
         Row("TFLOP/s per device", tuple(_number(run.tflops_per_device, "{:.4g}") for run in runs)),
         Row("peak TFLOP/s per device", tuple(_number(run.peak_tflops, "{:.4g}") for run in runs)),
         Row("MFU", tuple(_number(run.mfu, "{:.1%}") for run in runs)),
-        Row("peak memory, MiB", tuple(_mib(run.peak_memory_bytes) for run in runs)),
+        Row("peak memory, MiB", tuple(_number(run.peak_memory_bytes, "{:,.0f}", _MIB) for run in runs)),
         Row("relative to the reference", against(_number(other.memory_ratio, "{:.3f}x") for other in others), True),
         Row("loss deviation", against(_deviation(other.max_loss_deviation) for other in others)),
         Row("between rounds of the run", tuple(_deviation(run.own_loss_deviation) for run in runs), True),
@@ -208,11 +193,14 @@ def rows(result: Comparison) -> list[Row]:
 
 def call_rows(runs: Sequence[Reported]) -> list[Row]:
     """The rows of the plugin's report."""
-    return [
-        Row("overlapped calls", tuple(_calls(run) for run in runs)),
-        Row("sent by overlapped calls, MiB", tuple(_sent(run) for run in runs)),
-        Row("calls on the stock path", tuple(_fallbacks(run) for run in runs)),
-    ]
+    calls, sent, stock = [], [], []
+    for run in runs:
+        active = run.plugin if run.plugin is not None and run.plugin.active else None
+        calls.append("plugin off" if active is None else f"{active.overlapped_calls:,}")
+        sent.append("-" if active is None else f"{active.sent_bytes / _MIB:,.1f}")
+        stock.append("all" if active is None else f"{sum(fallback.calls for fallback in active.fallbacks):,}")
+    labels = ("overlapped calls", "sent by overlapped calls, MiB", "calls on the stock path")
+    return [Row(label, tuple(cells)) for label, cells in zip(labels, (calls, sent, stock), strict=True)]
 
 
 def floor_note(part: Breakdown) -> str:
@@ -232,9 +220,8 @@ def timeline_notes(found: Sequence[StepTimeline]) -> list[str]:
         "steps start at 0. Grey is the step without its waits. Messages are those of overlapped ops, from the time of "
         "sending to the time of receipt. For collectives of Megatron only the waits are recorded."
     ]
-    errors = [one.clock_error_ns for one in found]
-    known = [error for error in errors if error is not None]
-    if len(known) == len(errors):
+    known = [one.clock_error_ns for one in found if one.clock_error_ns is not None]
+    if len(known) == len(found):
         lines.append(f"All ranks of a run are on one clock; its error is at most {max(known) / 1e3:,.0f} us.")
     else:
         names = ", ".join(one.run for one in found if one.clock_error_ns is None)
@@ -250,7 +237,7 @@ def notes(result: Comparison) -> list[str]:
     links = list(dict.fromkeys(str(run.link.get("description")) for run in result.runs))
     each = "; ".join(f"{run.name}: {run.link.get('description')}" for run in result.runs)
     lines = [
-        f"Device: {device(result)}.",
+        f"Device: {result.device['name'] if from_logs(result) else ranks_and_device(result.device)}.",
         f"Network: {links[0]}." if len(links) == 1 else f"The networks differ: {each}.",
         f"Peak: {first.peak_source}.",
         f"FLOPs: {first.flops_convention}.",
@@ -286,11 +273,6 @@ def from_logs(result: Comparison) -> bool:
     return result.settings.get("source") == "logs"
 
 
-def device(result: Comparison) -> str:
-    """Ranks and device: `2 ranks on x86_64 (cpu)`."""
-    return ranks_and_device(result.device) if not from_logs(result) else str(result.device["name"])
-
-
 def ranks_and_device(found: Mapping[str, Any]) -> str:
     """`2 ranks on x86_64 (cpu)`."""
     kind = f" ({found['kind']})" if found["kind"] else ""
@@ -312,20 +294,6 @@ def fallback_lines(runs: Sequence[Reported]) -> list[tuple[str, str, str, str, i
     ]
 
 
-def _steps(result: Comparison, runs_folder: Path) -> tuple[list[StepTimeline], list[str]]:
-    """One step of each run that recorded events, and the notes about them."""
-    if all(run.exposed is None for run in result.runs):
-        return [], [NO_EVENTS]
-    found, missing = timelines(result, runs_folder)
-    return found, [*(timeline_notes(found) if found else []), *missing]
-
-
-def _caption(result: Comparison) -> str:
-    if from_logs(result):
-        return "read from finished logs"
-    return f"{device(result)}; {result.runs[0].link.get('description')}"
-
-
 def _rounds(result: Comparison) -> str:
     rounds = len(result.headline.speedup_rounds)
     return f"{rounds} round{'s' if rounds > 1 else ''}"
@@ -343,27 +311,9 @@ def _arrow(before: float, after: float, form: str) -> str:
     return f"{form.format(before)} \u2192 {form.format(after)}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else form.format(value)
+def _number(value: float | None, form: str, unit: int = 1) -> str:
+    return "unknown" if value is None else form.format(value / unit)
 
 
 def _deviation(value: float | None) -> str:
     return "0" if value == 0 else _number(value, "{:.1e}")
-
-
-def _mib(value: int | None) -> str:
-    return "unknown" if value is None else f"{value / _MIB:,.0f}"
-
-
-def _calls(run: Reported) -> str:
-    return f"{run.plugin.overlapped_calls:,}" if run.plugin is not None and run.plugin.active else "plugin off"
-
-
-def _sent(run: Reported) -> str:
-    return f"{run.plugin.sent_bytes / _MIB:,.1f}" if run.plugin is not None and run.plugin.active else "-"
-
-
-def _fallbacks(run: Reported) -> str:
-    if run.plugin is None or not run.plugin.active:
-        return "all"
-    return f"{sum(fallback.calls for fallback in run.plugin.fallbacks):,}"

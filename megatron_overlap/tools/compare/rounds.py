@@ -8,8 +8,8 @@ from typing import Any
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
 from megatron_overlap.config.megatron_args import value_at
 from megatron_overlap.config.resources import resource_folder
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS
-from megatron_overlap.tools.compare.generation import GenerationRecord, Workload, read_generation
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
+from megatron_overlap.tools.compare.generation import Workload
 from megatron_overlap.tools.launch.netlab import NetlabError
 from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
@@ -30,11 +30,9 @@ class LaunchFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Selection:
-    """The launches of a comparison, the reference first.
+    """The launches of a comparison, the reference first, and the changes made to the configs, for the report.
 
-    Attributes:
-        serial: index of the run that sends the messages of the plugin without overlap; None without such a run.
-        notes: changes made to the configs, for the report.
+    `serial` is the index of the run that sends the messages of the plugin without overlap, if any.
     """
 
     configs: tuple[LaunchConfig, ...]
@@ -43,23 +41,10 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Recorded[Record]:
-    """All rounds of one config: its records and its link."""
-
-    records: tuple[Record, ...]
-    link: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class GenerationPlan:
-    """What every launch of a comparison of generation generates.
+    """What every launch of a comparison of generation generates: every length of prompts with every batch.
 
-    Attributes:
-        prompt_tokens: lengths of the prompts; None: a quarter of `train.seq_length`, and `train.seq_length` or as many
-            tokens as the model has positions for.
-        batches: numbers of prompts; every length runs with each.
-        new_tokens: generated from each prompt.
-        engine: `static` or `dynamic`.
+    `prompt_tokens` None: `train.seq_length`, or as many tokens as the model has positions for, and a quarter of it.
     """
 
     prompt_tokens: tuple[int, ...] | None
@@ -75,11 +60,9 @@ class GenerationPlan:
 
 
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
-    """Complete and check the configs of a comparison.
+    """Complete and check the configs of a comparison by their files. The runs of a single config are its `arms`.
 
-    Args:
-        given: files and the configs read from them. The runs of a single config are its `arms`.
-        attribute: add a run that sends the messages of the plugin without overlap.
+    `attribute` adds a run that sends the messages of the plugin without overlap.
 
     Raises:
         ConfigError: the configs are not comparable; one line that names the key.
@@ -89,8 +72,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
         raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
-    notes = []
-    serial = None
+    notes, serial = [], None
     if attribute:
         serial = len(configs)
         configs.append(_serial(file, overlapped))
@@ -102,11 +84,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
 
 
 def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: GenerationPlan) -> Selection:
-    """Complete and check the configs of a comparison of generation, and make them launch `scripts/generate_gpt.py`.
-
-    Args:
-        given: files and the configs read from them. A single config is compared with itself on the stock path.
-        generation: what every launch generates.
+    """As `select`, for configs that launch `scripts/generate_gpt.py`.
 
     Raises:
         ConfigError: a config cannot generate, or the configs are not comparable; one line that names the key.
@@ -130,21 +108,8 @@ def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: Gen
 
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
-    """The record of one launch of a training.
-
-    Raises:
-        RunRecordError: see `read_run`.
-    """
+    """The record of one launch of a training; see `read_run`."""
     return read_run(run_dir, config.world_size, config.train.iterations)
-
-
-def read_generated(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
-    """The record of one launch that generates.
-
-    Raises:
-        RunRecordError: see `read_generation`.
-    """
-    return read_generation(run_dir, config.world_size)
 
 
 def run_rounds[Record](
@@ -156,7 +121,7 @@ def run_rounds[Record](
     on_launch: Callable[[str], None] = lambda text: None,
     on_line: OnLine | None = None,
     on_note: Callable[[str], None] = lambda text: None,
-) -> list[Recorded[Record]]:
+) -> list[Launched[Record]]:
     """Launch every config once in each round, in alternating order, and read the records.
 
     A slow period of the machine affects all configs alike.
@@ -173,11 +138,9 @@ def run_rounds[Record](
         ConfigError: a config cannot be launched; nothing was started.
         LaunchFailedError: a launch failed; its processes have ended.
     """
-    plans = [
-        [plan(config, run_folder(folder, number, config.name)) for config in configs] for number in range(1, rounds + 1)
-    ]
+    numbers = range(1, rounds + 1)
+    plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
     records: list[list[Record]] = [[] for _ in configs]
-    links: list[Mapping[str, Any]] = [{} for _ in configs]
     reported: set[str] = set()
 
     def note_once(text: str) -> None:
@@ -185,18 +148,20 @@ def run_rounds[Record](
             reported.add(text)
             on_note(text)
 
-    for number, planned in enumerate(plans, start=1):
+    for number, planned in zip(numbers, plans, strict=True):
         for index in launch_order(number, len(configs)):
-            name = configs[index].name
-            on_launch(f"round {number}/{rounds}  {name}")
             launched, config = planned[index], configs[index]
+            on_launch(f"round {number}/{rounds}  {config.name}")
             try:
                 execute(launched, on_line=on_line, on_note=note_once)
                 records[index].append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise LaunchFailedError(f"round {number} of {rounds}, {name}: {error}") from error
-            links[index] = link_of(launched)
-    return [Recorded(tuple(each), link) for each, link in zip(records, links, strict=True)]
+                raise LaunchFailedError(f"round {number} of {rounds}, {config.name}: {error}") from error
+    # The last launch of a config tells its network.
+    return [
+        Launched(config.name, link_of(launched), tuple(each))
+        for config, launched, each in zip(configs, plans[-1], records, strict=True)
+    ]
 
 
 def run_folder(folder: Path, number: int, name: str) -> Path:
@@ -206,8 +171,7 @@ def run_folder(folder: Path, number: int, name: str) -> Path:
 
 def launch_order(number: int, count: int) -> list[int]:
     """The order of `count` launches in a round, counted from 1. Every second round is reversed."""
-    order = list(range(count))
-    return order if number % 2 else order[::-1]
+    return list(range(count))[:: 1 if number % 2 else -1]
 
 
 def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
@@ -228,9 +192,13 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
         _same_training(given)
         return *given[1], [config for _, config in given]
     file, overlapped = given[0]
-    if not _has_overlap(overlapped):
+    overlap = overlapped.overlap
+    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.expert.method, overlap.varlen.method)
+    # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
+    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and overlapped.num_weight_copies > 1)
+    if not data and all(method == "none" for method in methods):
         remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
-        raise ConfigError(file, "overlap.tensor.method", overlapped.overlap.tensor.method, remedy)
+        raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
     return file, overlapped, [*arms(overlapped)]
 
 
@@ -245,14 +213,6 @@ def _generating(config: LaunchConfig, generation: GenerationPlan) -> LaunchConfi
         overlap={"trace": False},
         megatron_args=(*config.megatron_args, *arguments),
     )
-
-
-def _has_overlap(config: LaunchConfig) -> bool:
-    overlap = config.overlap
-    methods = (overlap.tensor.method, overlap.ulysses.method, overlap.expert.method, overlap.varlen.method)
-    # The reference uses the data parallel overlap of Megatron too. `auto` needs two copies of the model.
-    data = overlap.data.method == "p2p" or (overlap.data.method == "auto" and config.num_weight_copies > 1)
-    return data or any(method != "none" for method in methods)
 
 
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:

@@ -9,27 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_overlap import tracing
+from megatron_overlap.tools import trace
 from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
 from megatron_overlap.tools.compare.rounds import run_folder
-from megatron_overlap.tools.trace import (
-    MessageKey,
-    align_steps,
-    clock_error_ns,
-    event_files,
-    events_of,
-    received_messages,
-    sent_times,
-)
-from megatron_overlap.tracing import (
-    EventFileError,
-    Kind,
-    RankEvents,
-    direction_of,
-    exposed_in,
-    merged,
-    read_events,
-    steps_of,
-)
 
 COMPUTATION = "computation and everything else"
 REMAINING_WAITS = "remaining waits"
@@ -64,10 +47,8 @@ class Breakdown:
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
     timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
 
-    Attributes:
-        reference_ms, run_ms: median step times.
-        changes: ops whose waits became shorter, then those whose waits became longer, remaining waits, computation.
-        grouped: the ops in `REMAINING_WAITS`.
+    `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
+    `grouped` are the ops in `REMAINING_WAITS`.
     """
 
     reference: str
@@ -107,7 +88,8 @@ def op_label(key: tuple[str, str]) -> str:
 def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after: ExposedSummary) -> Breakdown:
     start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
     keys = list(dict.fromkeys([*before.by_op, *after.by_op]))
-    times = {key: (before.median_by_op.get(key, 0.0), after.median_by_op.get(key, 0.0)) for key in keys}
+    none = (0.0, 0.0)
+    times = {key: (before.by_op.get(key, none)[1], after.by_op.get(key, none)[1]) for key in keys}
     shown = sorted((key for key in keys if max(times[key]) >= _MIN_SHARE * start_ms), key=lambda key: -max(times[key]))
     shown = sorted(shown[:_MAX_OPS], key=lambda key: times[key][1] - times[key][0])
     waits = (before.step_ms.median, after.step_ms.median)
@@ -115,24 +97,15 @@ def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after
     remaining = [waits[side] - sum(times[key][side] for key in shown) for side in (0, 1)]
     rows.append((REMAINING_WAITS, remaining[0], remaining[1]))
     rows.append((COMPUTATION, start_ms - waits[0], end_ms - waits[1]))
-    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
-    return Breakdown(first.name, run.name, start_ms, end_ms, _stacked(rows, start_ms), grouped)
-
-
-def _stacked(rows: Sequence[tuple[str, float, float]], start_ms: float) -> tuple[Change, ...]:
-    changes: list[Change] = []
-    at = start_ms
-    for label, before_ms, after_ms in rows:
-        changes.append(Change(label, before_ms, after_ms, at))
+    changes, at = [], start_ms
+    for row in rows:
+        changes.append(Change(*row, start_ms=at))
         at = changes[-1].stop_ms
-    return tuple(changes)
+    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
+    return Breakdown(first.name, run.name, start_ms, end_ms, tuple(changes), grouped)
 
 
-MAX_RANKS = 4
-"""With more ranks the picture shows only those that `RankStep.role` describes."""
-
-_Interval = tuple[int, int, str]
-"""Start and stop in nanoseconds, and the op."""
+MAX_RANKS = 4  # with more ranks the picture shows only those that `RankStep.role` describes
 
 
 @dataclass(frozen=True)
@@ -153,8 +126,7 @@ class RankStep:
         start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
         waits: intervals in which the rank waited for communication.
         messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
-        waited_ms: length of the union of all waits.
-        receiving_ms: length of the union of all messages.
+        waited_ms, receiving_ms: length of the union of all waits, and of all messages.
     """
 
     rank: int
@@ -169,13 +141,9 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The typical step of one run.
+    """The typical step of one run: the median of all timed steps, the ranks that are shown, and how many recorded it.
 
-    Attributes:
-        median_ms: median over all timed steps of the run.
-        ranks: the ranks that are shown, in order.
-        num_ranks: number of ranks that recorded the step.
-        clock_error_ns: largest clock error of a rank; None where a clock was not compared.
+    `clock_error_ns` is the largest clock error of a rank; None where a clock was not compared.
     """
 
     run: str
@@ -193,43 +161,34 @@ def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], lis
         if run.exposed is None:
             missing.append(f"{run.name} recorded no events; set overlap.trace=true to record them")
             continue
-        run_dir = run_folder(folder, run.typical_step.round, run.name)
-        ranks, unreadable = read_step(run_dir, run.typical_step.iteration)
-        missing += [f"{run.name}: {reason}" for reason in unreadable]
+        run_dir, iteration = run_folder(folder, run.typical_step.round, run.name), run.typical_step.iteration
+        ranks: list[tracing.RankEvents] = []
+        files = trace.event_files(run_dir).values()
+        if not files:
+            missing.append(f"{run.name}: {run_dir}: no events in it")
+        for path in files:
+            try:
+                ranks += trace.align_steps([tracing.read_events(path)], iteration, iteration)
+            except tracing.EventFileError as error:
+                missing.append(f"{run.name}: {error}")
+            except ValueError as error:
+                missing.append(f"{run.name}: {path}: step {iteration} is not in it: {error}")
         if ranks:
-            found.append(step_timeline(run, ranks))
+            found.append(_step_timeline(run, ranks))
     return found, missing
 
 
-def read_step(run_dir: Path, iteration: int) -> tuple[list[RankEvents], list[str]]:
-    """One step of all ranks on the clock of rank 0, and the reason for each file that cannot be read."""
-    ranks, unreadable = [], []
-    files = event_files(run_dir)
-    for path in files.values():
-        try:
-            ranks += align_steps([read_events(path)], iteration, iteration)
-        except EventFileError as error:
-            unreadable.append(str(error))
-        except ValueError as error:
-            unreadable.append(f"{path}: step {iteration} is not in it: {error}")
-    if not files:
-        unreadable.append(f"{run_dir}: no events in it")
-    return ranks, unreadable
-
-
-def step_timeline(run: RunSummary, ranks: Sequence[RankEvents]) -> StepTimeline:
-    """The timeline of one step of a run from the events of its ranks on one clock."""
-    bounds = {rank.rank: steps_of(rank)[0][1:] for rank in ranks}
+def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
+    bounds = {rank.rank: tracing.steps_of(rank)[0][1:] for rank in ranks}
     zero = min(start for start, _ in bounds.values())
-    waited = {rank.rank: exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
+    waited = {rank.rank: tracing.exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
     roles = _roles(bounds, waited)
-    sent = sent_times(ranks)
+    sent = trace.sent_times(ranks)
     shown = tuple(
         _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
     )
-    errors = [clock_error_ns(rank) for rank in ranks]
-    known = [error for error in errors if error is not None]
-    error_ns = max(known) if len(known) == len(errors) else None
+    known = [error for rank in ranks if (error := trace.clock_error_ns(rank)) is not None]
+    error_ns = max(known) if len(known) == len(ranks) else None
     return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)
 
 
@@ -244,30 +203,30 @@ def _roles(bounds: dict[int, tuple[int, int]], waited: dict[int, float]) -> dict
     return roles
 
 
-def _rank_step(rank: RankEvents, role: str, zero: int, sent: dict[MessageKey, int], waited_ms: float) -> RankStep:
-    _, start, stop = steps_of(rank)[0]
+def _rank_step(
+    rank: tracing.RankEvents, role: str, zero: int, sent: dict[trace.MessageKey, int], waited_ms: float
+) -> RankStep:
+    _, start, stop = tracing.steps_of(rank)[0]
 
-    def inside(intervals: Iterable[_Interval]) -> list[_Interval]:
+    def spans(intervals: Iterable[tuple[int, int, str]]) -> tuple[Span, ...]:
+        """The parts inside the step of intervals in nanoseconds, in order."""
         cut = sorted((max(begin, start), min(end, stop), name) for begin, end, name in intervals)
-        return [interval for interval in cut if interval[1] > interval[0]]
-
-    def spans(intervals: Iterable[_Interval]) -> tuple[Span, ...]:
         return tuple(
-            Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(direction_of(name)))
-            for begin, end, name in intervals
+            Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(tracing.direction_of(name)))
+            for begin, end, name in cut
+            if end > begin
         )
 
-    recorded = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
-    waits = inside((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in recorded)
-    messages = inside((one.start_ns, one.stop_ns, one.op) for one in received_messages(rank, sent))
-    receiving = merged(*(np.array([interval[place] for interval in messages], np.int64) for place in (0, 1)))
+    waits = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
+    messages = list(trace.received_messages(rank, sent))
+    bounds = np.array([(one.start_ns, one.stop_ns) for one in messages], np.int64).reshape(-1, 2).clip(start, stop)
     return RankStep(
         rank=rank.rank,
         role=role,
         start_ms=(start - zero) / 1e6,
         stop_ms=(stop - zero) / 1e6,
-        waits=spans(waits),
-        messages=spans(messages),
+        waits=spans((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in waits),
+        messages=spans((one.start_ns, one.stop_ns, one.op) for one in messages),
         waited_ms=waited_ms,
-        receiving_ms=sum(end - begin for begin, end in receiving) / 1e6,
+        receiving_ms=sum(end - begin for begin, end in tracing.merged(bounds[:, 0], bounds[:, 1])) / 1e6,
     )

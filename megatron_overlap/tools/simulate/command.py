@@ -21,22 +21,21 @@ from megatron_overlap.tools.simulate.job import ExpertOverlap, Job, Split, job_o
 from megatron_overlap.tools.simulate.layer import generation_us
 from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
-from megatron_overlap.tools.simulate.sweep import Memory, Sweep, memory_of, sweep
+from megatron_overlap.tools.simulate.sweep import Memory, memory_of, sweep
 
 DISCLAIMER = "Simulated, not measured. docs/simulate.md lists the known errors."
 
-_METHOD_NAMES: dict[Method | Literal["auto"], str] = {
-    "serial": "no overlap",
-    "stock": "stock path",
-    "sliced": "sliced collectives",
-    "userbuffers": "userbuffers-like pipeline",
-    "fused": "Flux-like fused kernels",
-    "p2p": "this plugin, p2p",
-    "auto": "this plugin, auto",
+_METHODS: dict[str, Method | Literal["auto"]] = {
+    "no overlap": "serial",
+    "stock path": "stock",
+    "sliced collectives": "sliced",
+    "userbuffers-like pipeline": "userbuffers",
+    "Flux-like fused kernels": "fused",
+    "this plugin, p2p": "p2p",
+    "this plugin, auto": "auto",
 }
-
-_EXPERT_NAMES: dict[ExpertOverlap, str] = {"none": "experts, stock path", "p2p": "experts, this plugin"}
-_SPLIT_NAMES: dict[Split, str] = {"batch": "this plugin, batch split", "sequence": "this plugin, sequence split"}
+_SPLITS: dict[str, Split] = {"this plugin, batch split": "batch", "this plugin, sequence split": "sequence"}
+_EXPERTS: dict[str, ExpertOverlap] = {"experts, stock path": "none", "experts, this plugin": "p2p"}
 
 
 def simulate(
@@ -63,39 +62,46 @@ def simulate(
         key, _, rest = str(error).partition(": ")
         value, _, remedy = rest.partition(": ")
         raise ConfigError(str(config), key, value, remedy or rest) from error
-    step = simulate_step(job, model)
     memory = memory_of(job)
-    methods = {name: simulate_step(other, model) for name, other in _jobs(job).items()}
-    found = sweep(job, model) if find else None
-    content = _content(job, model, step, memory, methods, found)
+    methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job).items()}
+    content: dict[str, Any] = {
+        "what": DISCLAIMER,
+        "cluster": profile.name,
+        "layout": job.label(),
+        "ranks": job.world_size,
+        "flops_convention": CONVENTION,
+        "step": methods["as configured"],
+        "memory_gib": _memory(memory),
+        "methods": methods,
+    }
+    if find:
+        content["sweep"] = _sweep(job, model)
     if generation:
-        content["generation_us"] = generation_us(job, model, {text: name for name, text in _METHOD_NAMES.items()})
-    console = Console()
-    _show(console, job, model, content, found)
+        content["generation_us"] = generation_us(job, model, _METHODS)
+    console = Console(highlight=False)
+    _show(console, job, model, content)
     if output is not None:
         with writing("simulate --json", output):
             output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console.print(f"json: {output}", highlight=False, soft_wrap=True)
+        console.print(f"json: {output}", soft_wrap=True)
     capacity = profile.device.memory_gib.value
     if memory.total > capacity:
-        console.print(
-            f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold", highlight=False
-        )
+        console.print(f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold")
         return 1
     return 0
 
 
 def _jobs(job: Job) -> dict[str, Job]:
     jobs = {"as configured": job}
-    for name, text in _METHOD_NAMES.items():
-        split: Literal["none", "auto"] = "auto" if name == "auto" else "none"
-        jobs[text] = replace(job, tensor_overlap=LinearOverlap(name, copies=job.tensor_overlap.copies), split=split)
-    for split_name, text in _SPLIT_NAMES.items():
-        split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=split_name)
-        if split_job.used_split == split_name:
+    for text, method in _METHODS.items():
+        split: Literal["none", "auto"] = "auto" if method == "auto" else "none"
+        jobs[text] = replace(job, tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies), split=split)
+    for text, parts in _SPLITS.items():
+        split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=parts)
+        if split_job.used_split == parts:
             jobs[text] = split_job
     if job.experts is not None and job.experts.parallel > 1:
-        for overlap, text in _EXPERT_NAMES.items():
+        for text, overlap in _EXPERTS.items():
             jobs[text] = replace(job, experts=replace(job.experts, overlap=overlap))
     return jobs
 
@@ -121,50 +127,34 @@ def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
     }
 
 
-def _content(
-    job: Job, model: CostModel, step: StepTime, memory: Memory, methods: dict[str, StepTime], found: Sweep | None
-) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "what": DISCLAIMER,
-        "cluster": model.profile.name,
-        "layout": job.label(),
-        "ranks": job.world_size,
-        "flops_convention": CONVENTION,
-        "step": figures(job, model, step),
-        "memory_gib": _memory(memory),
-        "methods": {name: figures(job, model, other) for name, other in methods.items()},
-    }
-    if found is not None:
-        content["sweep"] = {
-            "tried": found.tried,
-            "too_large": found.too_large,
-            "best": [
-                {"layout": one.job.label(), **figures(one.job, model, one.time), "memory_gib": _memory(one.memory)}
-                for one in found.best
-            ],
-        }
-    return content
+def _sweep(job: Job, model: CostModel) -> dict[str, Any]:
+    found = sweep(job, model)
+    best = [
+        {"layout": one.job.label(), **figures(one.job, model, one.time), "memory_gib": _memory(one.memory)}
+        for one in found.best
+    ]
+    return {"tried": found.tried, "too_large": found.too_large, "best": best}
 
 
 def _memory(memory: Memory) -> dict[str, float]:
     return {"total": memory.total, **asdict(memory)}
 
 
-def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any], found: Sweep | None) -> None:
+def _show(console: Console, job: Job, model: CostModel, content: Mapping[str, Any]) -> None:
     profile = model.profile
-    console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}", highlight=False)
+    console.print(f"{job.label()}, {job.world_size} ranks on {profile.name}: {profile.description}")
     console.print(_table("Simulated step (times in ms)", "tensor parallelism", content["methods"]))
     memory = content["memory_gib"]
     console.print(
         f"Estimated memory of a rank: {memory['total']:.0f} GiB of {profile.device.memory_gib.value:.0f} "
         f"({memory['parameters_and_gradients']:.0f} parameters and gradients, {memory['optimizer']:.0f} optimizer, "
         f"{memory['activations']:.0f} activations).",
-        highlight=False,
         soft_wrap=True,
     )
-    if found is not None:
-        title = f"Best of {found.tried} layouts, {found.too_large} do not fit in memory; simulated (times in ms)"
-        rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in content["sweep"]["best"]}
+    if "sweep" in content:
+        found = content["sweep"]
+        title = f"Best of {found['tried']} layouts, {found['too_large']} do not fit in memory; simulated (times in ms)"
+        rows = {row["layout"]: row | {"gib": row["memory_gib"]["total"]} for row in found["best"]}
         console.print(_table(title, "layout", rows))
     if "generation_us" in content:
         titles = {
@@ -175,14 +165,10 @@ def _show(console: Console, job: Job, model: CostModel, content: dict[str, Any],
         for name, title in titles.items():
             columns = [(key.removeprefix(f"{name} "), key, 1.0, 0) for key in next(iter(times.values())) if name in key]
             console.print(_table(f"{title}, one layer, simulated (us)", "tensor parallelism", times, columns))
-    console.print(
-        f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", highlight=False, soft_wrap=True
-    )
+    console.print(f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", soft_wrap=True)
 
 
 _Column = tuple[str, str, float, int]
-"""Heading, key, factor, decimals."""
-
 _COLUMNS: tuple[_Column, ...] = (
     ("step", "step_ms", 1.0, 1),
     ("MFU %", "mfu", 100.0, 1),
@@ -194,7 +180,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("pipeline", "pipeline_ms", 1.0, 1),
     ("GiB", "gib", 1.0, 0),
 )
-"""`tensor` to `pipeline` are exposed communication and pipeline waits."""
+"""Heading, key, factor and decimals. `tensor` to `pipeline` are exposed communication and pipeline waits."""
 
 
 def _table(

@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
-from megatron_overlap.schedules import Plan
+from megatron_overlap.schedules import Chunk, Message, Plan, Work
 
+ANY_CHUNK = Chunk(0, 0)
+"""Chunk of work whose rows do not matter."""
 _DONE = 1e-9
 
 
@@ -20,7 +22,6 @@ class Stream:
     """One plan with the times and sizes of its steps.
 
     Attributes:
-        plan: schedule of this rank.
         work_us: GEMM time of each of `plan.work` without concurrent communication.
         add_us: time of the additions of each of `plan.work`, which start when their messages have arrived.
         send_bytes: size of each of `plan.messages`.
@@ -39,18 +40,44 @@ class Stream:
     queued_us: tuple[float, ...] = ()
     movers: tuple[Mover, ...] = ()
 
-    @property
-    def num_messages(self) -> int:
-        """Number of messages that have bytes."""
-        return sum(size > 0 for size in self.send_bytes)
+
+class StreamBuilder:
+    """Builds a stream step by step where the rows of a chunk do not matter. Each step returns its number."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[Message, float, float]] = []
+        self._work: list[tuple[Work, float]] = []
+
+    def send(self, num_bytes: float, stretch: float = 1.0) -> int:
+        """A message after all work so far."""
+        message = Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self._work))
+        self._messages.append((message, num_bytes, stretch))
+        return len(self._messages) - 1
+
+    def compute(self, time_us: float, *needs: int) -> int:
+        """Work after the messages `needs`."""
+        self._work.append((Work((ANY_CHUNK,), needs=needs), time_us))
+        return len(self._work) - 1
+
+    def add(self, *messages: int) -> None:
+        """A sum after its messages, which takes no time."""
+        self._work.append((Work((), adds=messages), 0.0))
+
+    def stream(
+        self, latency_us: float | None = None, queued_us: tuple[float, ...] = (), movers: tuple[Mover, ...] = ()
+    ) -> Stream:
+        """The stream of all steps; see `Stream`."""
+        work, times = tuple(each for each, _ in self._work), tuple(time_us for _, time_us in self._work)
+        messages = tuple(message for message, _, _ in self._messages)
+        sizes = tuple(num_bytes for _, num_bytes, _ in self._messages)
+        stretch = tuple(factor for _, _, factor in self._messages)
+        plan = Plan("all_gather", "serial", 1, 0, 1, messages, work)
+        return Stream(plan, times, (0.0,) * len(times), sizes, latency_us, stretch, queued_us, movers)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program of one rank: streams that communicate concurrently, and one order of all their work.
-
-    `order` has (stream, index of work) in computation order.
-    """
+    """Streams of one rank that communicate concurrently, and (stream, index of work) in computation order."""
 
     streams: tuple[Stream, ...]
     order: tuple[tuple[int, int], ...]
@@ -58,14 +85,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Result of a simulation.
+    """Result of a simulation: the end of the last computation and message, and the messages with bytes.
 
-    Attributes:
-        time_us: end of the last computation and message.
-        compute_us: computation time with the slowdown by communication.
-        arrived_us: arrival time of each message, by stream.
-        slack_us: smallest time between the arrival of a message and its use.
-        num_messages: messages that this rank sends.
+    `compute_us` has the slowdown by communication, `arrived_us` the arrival of each message by stream. `slack_us` is
+    the smallest time between the arrival of a message and its use.
     """
 
     time_us: float
@@ -128,9 +151,8 @@ class _Simulation:
             if at == len(planned) or (self.kind == "collective" and at > self.sent[number]):
                 continue
             message = planned[at]
-            if message.after_work > self.done[number]:
-                continue
-            if message.after_message is not None and message.after_message not in self.arrived[number]:
+            missing = message.after_message is not None and message.after_message not in self.arrived[number]
+            if missing or message.after_work > self.done[number]:
                 continue
             latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
             size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
@@ -165,27 +187,21 @@ class _Simulation:
                 message.starts = min(message.starts, max(self.now, message.ready))
                 message.noticed = min(message.noticed, self.now)
 
-    def _sendable(self) -> list[_Message]:
-        """The messages that may use the port: the first one, or all collectives."""
-        if self.kind == "collective":
-            return self.messages
-        return [message for message in self.messages if not message.arrived][:1]
-
-    def set_rates(self) -> None:
-        """Messages in transit share the port equally."""
-        active = [
-            message
-            for message in self._sendable()
-            if message.starts <= self.now + _DONE and message.left > 0 and not message.arrived
-        ]
-        for message in active:
-            message.rate = self.port_rate / len(active)
-
     def advance(self) -> None:
         """Advance the clock to the next event."""
-        self.set_rates()
+        # The messages that use the port share it equally: the first one, or all collectives.
+        waiting = [message for message in self.messages if not message.arrived]
+        sendable = waiting if self.kind == "collective" else waiting[:1]
+        active = [message for message in sendable if message.starts <= self.now + _DONE and message.left > 0]
+        for message in active:
+            message.rate = self.port_rate / len(active)
         moving = [message for message in self.messages if message.rate > 0]
-        speed = self._speed(moving) if self.computing and moving else 1.0
+        speed = 1.0
+        if self.computing and moving:
+            # Messages of several movers are sent one after another.
+            movers = self.program.streams[moving[0].stream].movers
+            kind = movers[moving[0].index] if movers else self.kind
+            speed = self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
             if message.arrived:
@@ -203,12 +219,6 @@ class _Simulation:
             if self.left <= _DONE * max(1.0, self.now):
                 self._complete_work()
         self._complete_messages()
-
-    def _speed(self, moving: list[_Message]) -> float:
-        """Speed of computation beside messages. Those of several movers are sent one after another."""
-        movers = self.program.streams[moving[0].stream].movers
-        kind = movers[moving[0].index] if movers else self.kind
-        return self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
 
     def _complete_work(self) -> None:
         number, work = self.program.order[self.next_work]
@@ -239,8 +249,6 @@ class _Simulation:
 def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "copy") -> SimulatedRun:
     """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
 
-    Messages of each kind slow computation down by their share of the profile.
-
     Raises:
         ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
@@ -261,5 +269,5 @@ def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "c
         simulation.sent_bytes,
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,
-        sum(stream.num_messages for stream in program.streams),
+        sum(size > 0 for stream in program.streams for size in stream.send_bytes),
     )

@@ -5,34 +5,21 @@ computes the pieces of `schedules.expert_parallel`, a GEMM for each piece and li
 whole experts. Shared experts are computed before dispatch, by the plugin during dispatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron_overlap.autotune.cost_model import TOUCHED, CostModel, Link
+from megatron_overlap.autotune.cost_model import CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.config.cluster import Elementwise
-from megatron_overlap.schedules import Message, Plan, Work
-from megatron_overlap.schedules.expert_parallel import ExpertPlan, Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, in_order, run_program
+from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, StreamBuilder, in_order, run_program
 from megatron_overlap.tools.simulate.job import Experts
-from megatron_overlap.tools.simulate.linear import ANY_CHUNK
 from megatron_overlap.tools.simulate.passes import Op
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of one layer on one rank.
-
-    Attributes:
-        model: costs.
-        experts: shape, ranks and overlap.
-        hidden: hidden size of the model.
-        swiglu: whether the experts have a gate.
-        tokens: of this rank.
-    """
+    """The experts of one layer on one rank, which has so many `tokens` of a `hidden` size."""
 
     model: CostModel
     experts: Experts
@@ -40,7 +27,7 @@ class ExpertLayer:
     swiglu: bool
     tokens: int
 
-    @cached_property
+    @property
     def group_rows(self) -> int:
         """Rows of one rank for one expert."""
         return max(1, round(self.tokens * self.experts.shape.topk / self.experts.shape.count))
@@ -63,54 +50,44 @@ class ExpertLayer:
 
     def activation_us(self, rows: int, *, backward: bool) -> float:
         """Between both linear layers of an expert."""
-        kind: Elementwise = "swiglu" if self.swiglu else "gelu"
-        touched = TOUCHED[kind][backward] * rows * self._width * self.model.item_bytes
-        return self.model.memory_us(touched, kind, backward=backward)
+        outputs = rows * self.experts.shape.ffn_hidden_size
+        return self.model.elementwise_us("swiglu" if self.swiglu else "gelu", outputs, backward=backward)
 
     def grouped_us(self, *, backward: bool) -> float:
         """All local experts of the stock path: their tiles together fill the device."""
         local, rows = self.experts.local, self.rows
-        weights = self.model.memory_us(local * self._columns * self.hidden * self.model.item_bytes)
-        times = (self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes)
-        gemms = sum(max(weights, each) for each in times)
+        columns, _ = self._shapes[0]
+        weights = self.model.memory_us(local * columns * self.hidden * self.model.item_bytes)
+        gemms = sum(max(weights, each) for each in self._gemms_us(rows, backward))
         if backward:
             gemms += sum(self.model.gemm_us(local * n, k, rows // local) for n, k in self._shapes)
         return gemms + self.activation_us(rows, backward=backward)
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
         """Rows of a chunk: output, or input gradient."""
-        return sum(self._piece_us(segment.rows, backward) for segment in segments)
-
-    def _piece_us(self, rows: int, backward: bool) -> float:
-        gemms = sum(self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes)
-        return gemms + self.activation_us(rows, backward=backward)
+        return sum(
+            sum(self._gemms_us(segment.rows, backward)) + self.activation_us(segment.rows, backward=backward)
+            for segment in segments
+        )
 
     def wgrad_us(self) -> float:
         """The weight gradients of one whole expert."""
-        rows = self.rows // self.experts.local
-        return self.model.gemm_us(self._columns, self.hidden, rows) + self.model.gemm_us(self.hidden, self._width, rows)
+        return sum(self.model.gemm_us(n, k, self.rows // self.experts.local) for n, k in self._shapes)
 
     def link(self, peer: int) -> Link:
         """The link from rank 0 to a peer."""
         size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
         return self.model.link(near if peer < near else size)
 
-    def stretch(self, peer: int) -> float:
-        """Transfer time of a message from rank 0, relative to one between nodes."""
-        return self.model.link(self.experts.parallel).copy_rate / self.link(peer).copy_rate
-
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of both weights of an expert."""
-        return ((self._columns, self.hidden), (self.hidden, self._width))
+        width = self.experts.shape.ffn_hidden_size
+        return ((width * (2 if self.swiglu else 1), self.hidden), (self.hidden, width))
 
-    @property
-    def _width(self) -> int:
-        return self.experts.shape.ffn_hidden_size
-
-    @property
-    def _columns(self) -> int:
-        return self._width * (2 if self.swiglu else 1)
+    def _gemms_us(self, rows: int, backward: bool) -> list[float]:
+        """The GEMMs of both linear layers: output, or input gradient."""
+        return [self.model.gemm_us(rows, *reversed(each) if backward else each) for each in self._shapes]
 
 
 def expert_ops(layer: ExpertLayer, shared: Sequence[Op], backward: bool) -> Sequence[Op]:
@@ -123,7 +100,7 @@ def expert_ops(layer: ExpertLayer, shared: Sequence[Op], backward: bool) -> Sequ
     if _overlaps(layer):
         played = _played(layer, sum(op.time_us for op in shared), backward)
         tensor_us = sum(op.tensor_us for op in shared)
-        enqueue_us = _enqueue_us(layer, played) + sum(op.enqueue_us for op in shared)
+        enqueue_us = played.num_messages * layer.model.enqueue_us + sum(op.enqueue_us for op in shared)
         experts = Op(f"experts{name}", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
         return *ends, experts
     return *ends, *shared, *_stock_ops(layer, backward)
@@ -138,8 +115,8 @@ def _stock_ops(layer: ExpertLayer, backward: bool) -> Sequence[Op]:
     move_us = layer.model.all_to_all_us(num_bytes, layer.experts.parallel)
     # Rows of several experts are sorted by expert after dispatch, and by rank before combine.
     sort = Op(f"sort{name}", 2 * layer.moved_us(2 * layer.rows) if layer.experts.local > 1 else 0.0)
-    moves = [Op(f"{each}{name}", move_us, expert_us=move_us) for each in ("dispatch", "combine")]
-    return moves[0], sort, experts, moves[1]
+    dispatch, combine = (Op(f"{each}{name}", move_us, expert_us=move_us) for each in ("dispatch", "combine"))
+    return dispatch, sort, experts, combine
 
 
 @lru_cache(maxsize=1024)
@@ -149,12 +126,8 @@ def _overlaps(layer: ExpertLayer) -> bool:
         return overlap != "none" and layer.experts.parallel > 1
     stock_us = sum(op.time_us for backward in (False, True) for op in _stock_ops(layer, backward))
     runs = [_played(layer, 0.0, backward) for backward in (False, True)]
-    return sum(max(run.time_us, _enqueue_us(layer, run)) for run in runs) < (1 - MARGIN) * stock_us
-
-
-def _enqueue_us(layer: ExpertLayer, run: SimulatedRun) -> float:
-    """Host time of the messages of a pass."""
-    return run.num_messages * layer.model.enqueue_us
+    enqueue_us = layer.model.enqueue_us
+    return sum(max(run.time_us, run.num_messages * enqueue_us) for run in runs) < (1 - MARGIN) * stock_us
 
 
 @lru_cache(maxsize=1024)
@@ -164,44 +137,29 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    messages, work, times = list(plan.transfers), list[Work](), list[float]()
+    steps, link = StreamBuilder(), model.link(experts.parallel)
 
-    def compute(time_us: float, needs: tuple[int, ...] = ()) -> None:
-        work.append(Work((ANY_CHUNK,), needs=needs))
-        times.append(time_us)
+    def send(segments: Segments, peer: int) -> int:
+        num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
+        return steps.send(float(num_bytes), link.copy_rate / layer.link(peer).copy_rate)
 
-    compute(filler_us)
-    own, half = list(plan.own), len(plan.messages)
+    for message in plan.messages:
+        send(message.sent, message.to)
+    steps.compute(filler_us)
+    own, combined = list(plan.own), []
     for index, message in enumerate(plan.messages):
         while len(plan.own) - len(own) < message.own_before:
-            compute(layer.pieces_us(own.pop(0).rows, backward=backward))
-        compute(layer.pieces_us(message.received, backward=backward), (index,))
-        messages[half + index] = replace(messages[half + index], after_work=len(work))
+            steps.compute(layer.pieces_us(own.pop(0).rows, backward=backward))
+        steps.compute(layer.pieces_us(message.received, backward=backward), index)
+        combined.append(send(message.received, message.source))
     for piece in own:
-        compute(layer.pieces_us(piece.rows, backward=backward))
+        steps.compute(layer.pieces_us(piece.rows, backward=backward))
     for _ in range(experts.local if backward else 0):
-        compute(layer.wgrad_us())
-    compute(0.0, tuple(range(half, 2 * half)))
-    stream = _stream(layer, plan, messages, work, times)
-    return run_program(in_order(stream), model, model.link(experts.parallel), "message" if model.on_device else "copy")
-
-
-def _stream(
-    layer: ExpertLayer, plan: ExpertPlan, messages: Sequence[Message], work: Sequence[Work], times: Sequence[float]
-) -> Stream:
-    row_bytes = layer.hidden * layer.model.item_bytes
-    sent = [sum(segment.rows for segment in message.sent) for message in plan.messages]
-    back = [sum(segment.rows for segment in message.received) for message in plan.messages]
+        steps.compute(layer.wgrad_us())
+    steps.compute(0.0, *combined)
+    if not model.on_device:
+        return run_program(in_order(steps.stream()), model, link, "copy")
+    # NCCL's kernels carry the messages. The next one starts when it has ended.
     peers = [message.to for message in plan.messages] + [message.source for message in plan.messages]
-    stream = Stream(
-        Plan("all_gather", "serial", plan.num_ranks, 0, 1, tuple(messages), tuple(work)),
-        tuple(times),
-        (0.0,) * len(times),
-        tuple(float(rows * row_bytes) for rows in (*sent, *back)),
-        stretch=tuple(layer.stretch(peer) for peer in peers),
-    )
-    if not layer.model.on_device:
-        return stream
-    # NCCL's kernels carry the messages, one after another.
-    queued_us = tuple(layer.model.nccl_message_us(layer.link(peer)) for peer in peers)
-    return replace(stream, latency_us=0.0, queued_us=queued_us)
+    queued_us = tuple(layer.link(peer).latency_us + model.launch_us for peer in peers)
+    return run_program(in_order(steps.stream(latency_us=0.0, queued_us=queued_us)), model, link, "message")

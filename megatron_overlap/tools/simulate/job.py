@@ -1,6 +1,6 @@
 """The simulated training step: a model, its parallel layout and its overlap methods."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,16 +19,11 @@ from megatron_overlap.tools.compare.flops import (
 )
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
-DataOverlap = Literal["none", "stock"]
 Split = Literal["none", "batch", "sequence"]
 ExpertOverlap = Literal["none", "p2p", "auto"]
-RecomputeOutput = Literal["skip", "compute"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
-_STAGES_FLAG = "--num-virtual-stages-per-pipeline-rank"
-_NARROW_GRADIENTS = "--grad-reduce-in-bf16"
-_BUCKET_FLAG = "--ddp-bucket-size"
 _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 
@@ -36,10 +31,7 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 class Experts:
     """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
 
-    Attributes:
-        shape: number and sizes.
-        parallel: consecutive ranks that share the experts.
-        overlap: none: dispatch, experts, combine; p2p: the plugin; auto: p2p if it is faster.
+    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster.
     """
 
     shape: ExpertShape
@@ -57,27 +49,20 @@ class Job:
     """One training step of a model.
 
     Attributes:
-        model: shape of the model.
-        seq_length: tokens per sequence.
-        micro_batch_size: sequences per micro-batch.
-        global_batch_size: sequences per step over all replicas.
+        micro_batch_size, global_batch_size: sequences per micro-batch, and per step over all replicas.
         tensor, context, pipeline, data: sizes of the parallel groups. Rank order as in Megatron: tensor, context, data,
             pipeline.
         virtual: model chunks per pipeline stage; 1 is 1F1B without interleaving.
-        sequence_parallel: whether tensor ranks shard the activations outside the linear layers.
-        distributed_optimizer: whether replicas shard the optimizer state.
+        sequence_parallel, distributed_optimizer: as in Megatron.
         recompute: activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler,
             is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
             half of the gate and all elementwise operations.
         recompute_output: see `config.overlap.TensorOverlap`.
-        precision: dtype of weights and activations.
-        tensor_overlap: overlap method of tensor parallel communication.
         split: parts of a micro-batch whose messages overlap each other's computation; auto: those that the layout
             supports, if they are faster than separate layers.
         data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
         gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
         bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
-        experts: None: the layers are dense.
         materializes_scores: attention consists of two products and a softmax with all scores in memory.
         fused_accumulation: whether the wgrad GEMM accumulates into the main gradient.
     """
@@ -94,11 +79,11 @@ class Job:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     recompute: Recompute = "none"
-    recompute_output: RecomputeOutput = "skip"
+    recompute_output: Literal["skip", "compute"] = "skip"
     precision: Precision = "bf16"
     tensor_overlap: LinearOverlap = LinearOverlap()
     split: Split | Literal["auto"] = "none"
-    data_overlap: DataOverlap = "stock"
+    data_overlap: Literal["none", "stock"] = "stock"
     gradient_bytes: int = 4
     bucket_parameters: int | None = None
     experts: Experts | None = None
@@ -106,8 +91,9 @@ class Job:
     fused_accumulation: bool = True
 
     def __post_init__(self) -> None:
-        for problem in problems(self):
-            raise ValueError(problem)
+        for impossible, text in _checks(self):
+            if impossible:
+                raise ValueError(text)
 
     @property
     def world_size(self) -> int:
@@ -138,10 +124,8 @@ class Job:
         }
         recompute = self.recompute in ("none", "selective", "full")
         supported = self.tensor > 1 and self.sequence_parallel and recompute and self.experts is None
-        for split, divisible in splits.items():
-            if supported and divisible and self.split in (split, "auto"):
-                return split
-        return "none"
+        used = (split for split, divisible in splits.items() if divisible and self.split in (split, "auto"))
+        return next(used, "none") if supported else "none"
 
     @property
     def skips_output(self) -> bool:
@@ -150,9 +134,19 @@ class Job:
         return plugin and self.recompute == "full" and self.recompute_output == "skip"
 
     @property
+    def hidden_elements(self) -> float:
+        """Elements of an activation of one micro-batch on one rank outside the linear layers."""
+        return self.rows * self.model.hidden_size / (self.tensor if self.sequence_parallel else 1)
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the padded embedding over all tensor ranks."""
         return padded_vocab_size(self.model.vocab_size, self.tensor)
+
+    @property
+    def table_parameters(self) -> int:
+        """Parameters of the embedding, or of the output layer, over all tensor ranks."""
+        return self.vocabulary * self.model.hidden_size
 
     @property
     def tokens(self) -> int:
@@ -161,24 +155,22 @@ class Job:
 
     def flops(self, attention: Attention = "causal") -> float:
         """Model FLOPs of a step, in the convention of `tools.compare.flops`."""
-        active = None if self.experts is None else self.experts.shape.active_ffn_hidden_size
-        token = token_flops(self.model, self.seq_length, self.vocabulary, attention, active)
+        experts = None if self.experts is None else self.experts.shape
+        token = token_flops(self.model, self.seq_length, self.vocabulary, attention, experts)
         return sum(token.values()) * self.tokens
 
     def layer_parameters(self) -> int:
         """Parameters of one layer over all tensor ranks, without those of experts that ranks share."""
         model = self.model
-        queries = model.head_size * model.num_attention_heads
-        keys = model.head_size * model.num_query_groups
+        attention = 2 * model.head_size * (model.num_attention_heads + model.num_query_groups)
         router = 0 if self.experts is None else model.hidden_size * self.experts.shape.count
         mlp = self._mlp_parameters(model.ffn_hidden_size if self.experts is None else self.experts.shape.shared)
-        return model.hidden_size * (2 * queries + 2 * keys) + mlp + 2 * model.hidden_size + router
+        return model.hidden_size * attention + mlp + 2 * model.hidden_size + router
 
     def expert_parameters(self) -> int:
         """Parameters of the experts of one rank in one layer."""
-        return (
-            0 if self.experts is None else self.experts.local * self._mlp_parameters(self.experts.shape.ffn_hidden_size)
-        )
+        experts = self.experts
+        return 0 if experts is None else experts.local * self._mlp_parameters(experts.shape.ffn_hidden_size)
 
     def _mlp_parameters(self, ffn_hidden_size: int) -> int:
         return (3 if self.model.swiglu else 2) * self.model.hidden_size * ffn_hidden_size
@@ -205,10 +197,10 @@ class Job:
     def stage_parameters(self, stage: int) -> float:
         """Parameters of one rank of a pipeline stage."""
         layers = self.layer_parameters() * self.model.num_layers / self.pipeline
-        ends = self.vocabulary * self.model.hidden_size
         first, last = stage == 0, stage == self.pipeline - 1
         tables = first + last if self.model.untie_embeddings or self.pipeline > 1 else 1
-        return (layers + ends * tables * (first or last)) / self.tensor + self.stage_expert_parameters()
+        ends = self.table_parameters * tables * (first or last)
+        return (layers + ends) / self.tensor + self.stage_expert_parameters()
 
     def stage_tensors(self, stage: int) -> int:
         """Number of parameter tensors of a pipeline stage."""
@@ -224,33 +216,28 @@ class Job:
         return f"{text} vp{self.virtual}" if self.virtual > 1 else text
 
 
-def problems(job: Job) -> Sequence[str]:
-    """Reasons why a layout is impossible, each as `field: value: remedy`."""
+def _checks(job: Job) -> Iterator[tuple[bool | int, str]]:
+    """Whether a layout is impossible, and the reason: `field: value: remedy`."""
     model = job.model
-    found = []
-    if job.experts is not None and job.experts.shape.count % job.experts.parallel:
-        remedy = f"must be a multiple of {EXPERT_PARALLEL} {job.experts.parallel}"
-        found.append(f"megatron_args: {EXPERTS_FLAG} {job.experts.shape.count}: {remedy}")
-    if job.experts is not None and job.tensor * job.context * job.data % job.experts.parallel:
-        remedy = f"must divide the {job.tensor * job.context * job.data} ranks of a pipeline stage"
-        found.append(f"megatron_args: {EXPERT_PARALLEL} {job.experts.parallel}: {remedy}")
+    if job.experts is not None:
+        count, parallel, ranks = job.experts.shape.count, job.experts.parallel, job.tensor * job.context * job.data
+        remedy = f"must be a multiple of {EXPERT_PARALLEL} {parallel}"
+        yield count % parallel, f"megatron_args: {EXPERTS_FLAG} {count}: {remedy}"
+        remedy = f"must divide the {ranks} ranks of a pipeline stage"
+        yield ranks % parallel, f"megatron_args: {EXPERT_PARALLEL} {parallel}: {remedy}"
     for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
-        if getattr(model, name) % job.tensor:
-            found.append(f"model.{name}: {getattr(model, name)}: must be a multiple of parallel.tensor {job.tensor}")
+        size = getattr(model, name)
+        yield size % job.tensor, f"model.{name}: {size}: must be a multiple of parallel.tensor {job.tensor}"
     chunks = job.pipeline * job.virtual
-    if model.num_layers % chunks:
-        remedy = f"must be a multiple of pipeline stages x chunks = {chunks}"
-        found.append(f"model.num_layers: {model.num_layers}: {remedy}")
+    remedy = f"must be a multiple of pipeline stages x chunks = {chunks}"
+    yield model.num_layers % chunks, f"model.num_layers: {model.num_layers}: {remedy}"
     split = (2 * job.context if job.context > 1 else 1) * (job.tensor if job.sequence_parallel else 1)
-    if job.seq_length % split:
-        found.append(f"train.seq_length: {job.seq_length}: must be a multiple of {split}")
-    sequences = job.micro_batch_size * job.data
-    if job.global_batch_size % sequences:
-        found.append(f"train.global_batch_size: {job.global_batch_size}: must be a multiple of {sequences}")
-    elif job.virtual > 1 and (job.pipeline == 1 or job.num_microbatches % job.pipeline):
-        remedy = f"interleaving needs pipeline stages, and {job.num_microbatches} micro-batches divisible by them"
-        found.append(f"parallel.pipeline: {job.pipeline}: {remedy}")
-    return found
+    yield job.seq_length % split, f"train.seq_length: {job.seq_length}: must be a multiple of {split}"
+    batch, sequences = job.global_batch_size, job.micro_batch_size * job.data
+    yield batch % sequences, f"train.global_batch_size: {batch}: must be a multiple of {sequences}"
+    needed = f"interleaving needs pipeline stages, and {job.num_microbatches} micro-batches divisible by them"
+    interleaved = job.virtual > 1 and (job.pipeline == 1 or job.num_microbatches % job.pipeline)
+    yield interleaved, f"parallel.pipeline: {job.pipeline}: {needed}"
 
 
 def job_of(config: LaunchConfig) -> Job:
@@ -289,8 +276,8 @@ def job_of(config: LaunchConfig) -> Job:
         tensor_overlap=overlap,
         split="none" if tensor.split == "auto" and tensor.method != "auto" else tensor.split,
         data_overlap="none" if config.overlap.data.method == "none" else "stock",
-        gradient_bytes=2 if _NARROW_GRADIENTS in config.megatron_args else 4,
-        bucket_parameters=number_after(_BUCKET_FLAG, config.megatron_args),
+        gradient_bytes=2 if "--grad-reduce-in-bf16" in config.megatron_args else 4,
+        bucket_parameters=number_after("--ddp-bucket-size", config.megatron_args),
         experts=_experts(config),
         materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
@@ -311,11 +298,10 @@ def _experts(config: LaunchConfig) -> Experts | None:
 
 def _virtual(config: LaunchConfig) -> int:
     """Model chunks per stage from `megatron_args`; launch configs have no key for them."""
-    stages, layers_each = (number_after(flag, config.megatron_args) for flag in (_STAGES_FLAG, _LAYERS_FLAG))
-    if stages is not None:
-        return stages
-    if layers_each is None:
-        return 1
+    stages = number_after("--num-virtual-stages-per-pipeline-rank", config.megatron_args)
+    layers_each = number_after(_LAYERS_FLAG, config.megatron_args)
+    if stages is not None or layers_each is None:
+        return stages or 1
     layers = config.model.num_layers // config.parallel.pipeline
     if layers % layers_each:
         index = next(index for index, flag in flags_in(config.megatron_args) if flag == _LAYERS_FLAG)

@@ -1,26 +1,16 @@
 """Passes of one rank: transformer layer, embedding and logits, forward and backward, and the passes of generation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
-from megatron_overlap.autotune.cost_model import (
-    LOSS_BYTES,
-    MAIN_GRADIENT_BYTES,
-    TOUCHED,
-    CollectiveKind,
-    CostModel,
-    Link,
-)
+from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES, CollectiveKind, CostModel, Link
 from megatron_overlap.config.cluster import Elementwise
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, Method
-from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, enqueued, with_rank_skew
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, Method, fastest, simulated
+from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
 _BATCH_MESSAGES = 4  # broadcasts of the first tensor rank: two headers, integers, the loss mask
@@ -31,10 +21,7 @@ _LAYER_CALLS = (65, 131)
 _ROTARY_CALLS = (54, 44)
 _FIRST_CALLS = (130, 10)
 _LAST_CALLS = (66, 50)
-# Additional calls of one pass of an overlapped linear layer, the mean of 18 passes.
-OVERLAPPED_CALLS = 23
-
-_ATTENTION = ("scores", "repeat", "attention")
+OVERLAPPED_CALLS = 23  # additional ones of one pass of an overlapped linear layer, the mean of 18 passes
 
 
 @dataclass(frozen=True)
@@ -44,9 +31,8 @@ class Layers:
     Without sequence parallelism the linear layers end in all-reduces in the order of the stock path: the all-reduce of
     dgrad overlaps wgrad unless the method is `serial`.
 
-    Attributes:
-        forward_only: no backward pass follows; method `auto` selects by the forward pass.
-        cached: tokens of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
+    With `forward_only` no backward pass follows, and method `auto` selects by the forward pass. `cached` are the tokens
+    of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
 
     job: Job
@@ -72,11 +58,11 @@ class Layers:
             *self._rotary(),
             *self._attention(),
             self._row("proj", self._queries),
-            self._elementwise("add", "add", self._hidden),
+            self._elementwise("add", "add", self.job.hidden_elements),
             self._norm(),
             *self._mlp(),
-            self._elementwise("add", "add", self._hidden),
-            *self._calls(self._layer_calls[0]),
+            self._elementwise("add", "add", self.job.hidden_elements),
+            *self._calls(self._layer_calls(backward=False)),
         )
 
     @cached_property
@@ -91,8 +77,8 @@ class Layers:
             *self._rotary(backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
-            *self._accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
-            *self._calls(self._layer_calls[1]),
+            *self.accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
+            *self._calls(self._layer_calls(backward=True)),
         )
         recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
         return self.skewed(*recomputed, *ops)
@@ -101,10 +87,9 @@ class Layers:
         experts = self.job.experts
         if experts is None:
             return self._dense("fc", self._ffn, backward)
-        shared = (
-            self._dense("shared fc", experts.shape.shared // self.job.tensor, backward) if experts.shape.shared else ()
-        )
-        tokens = int(self._hidden) // self.job.model.hidden_size
+        width = experts.shape.shared // self.job.tensor
+        shared = self._dense("shared fc", width, backward) if experts.shape.shared else ()
+        tokens = int(self.job.hidden_elements) // self.job.model.hidden_size
         layer = ExpertLayer(self.model, experts, self.job.model.hidden_size, self.job.model.swiglu, tokens)
         return expert_ops(layer, shared, backward)
 
@@ -127,7 +112,7 @@ class Layers:
             case "needed":
                 return ops[: [op.name for op in ops].index("fc2")]
             case "selective":
-                return tuple(op for op in ops if op.name in _ATTENTION)
+                return tuple(op for op in ops if op.name in ("scores", "repeat", "attention"))
             case "half":
                 elementwise = tuple(op for op in ops if op.name in ("norm", "rotary", "activation"))
                 return (*elementwise, self._column("keys", self._keys), self._column("gate", self._ffn))
@@ -138,18 +123,16 @@ class Layers:
     def first(self) -> tuple[Pass, Pass]:
         """Forward and backward of the embedding, with the reduce-scatter over the tensor ranks."""
         job = self.job
-        moved = job.rows * job.model.hidden_size
+        moved, table = job.rows * job.model.hidden_size, job.table_parameters / job.tensor
         forward = [self._memory("embedding", 3 * moved)]
         if job.tensor > 1:
             kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
-            forward += [self._small("batch", "message", _BATCH_MESSAGES), self._moved("embedding sum", kind, moved)]
-        backward = [self._memory("embedding grad", 3 * moved), *self._accumulated(self._table)]
+            batch_us = _BATCH_MESSAGES * self.model.message_us(0, self.tensor_link)
+            forward += [_exposed("batch", batch_us), _exposed("embedding sum", self._collective_us(kind, moved))]
+        backward = [self._memory("embedding grad", 3 * moved), *self.accumulated(table), *self._calls(_FIRST_CALLS[1])]
         if job.tensor > 1 and job.sequence_parallel:
-            backward = [self._moved("embedding grad gather", "all_gather", moved), *backward]
-        return (
-            self.skewed(*forward, *self._calls(_FIRST_CALLS[0])),
-            self.skewed(*backward, *self._calls(_FIRST_CALLS[1])),
-        )
+            backward = [_exposed("embedding grad gather", self._collective_us("all_gather", moved)), *backward]
+        return self.skewed(*forward, *self._calls(_FIRST_CALLS[0])), self.skewed(*backward)
 
     @cached_property
     def last(self) -> tuple[Pass, Pass]:
@@ -157,32 +140,22 @@ class Layers:
         columns = self.job.vocabulary // self.job.tensor
         forward = [self._norm(), self._column("logits", columns), self._loss(columns)]
         if self.job.tensor > 1:
-            forward.append(self._small("loss sums", "all_reduce", _LOSS_SUMS))
+            sum_us = self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
+            forward.append(_exposed("loss sums", _LOSS_SUMS * sum_us))
         backward = [
             self._loss(columns, backward=True),
             self._column("logits", columns, backward=True),
             self._norm(backward=True),
-            *self._accumulated(self._table),
+            *self.accumulated(self.job.table_parameters / self.job.tensor),
+            *self._calls(_LAST_CALLS[1]),
         ]
-        return (
-            self.skewed(*forward, *self._calls(_LAST_CALLS[0])),
-            self.skewed(*backward, *self._calls(_LAST_CALLS[1])),
-        )
+        return self.skewed(*forward, *self._calls(_LAST_CALLS[0])), self.skewed(*backward)
 
     def skewed(self, *ops: Op) -> Pass:
         """The pass of the operations with the rank skew and the host of the machine."""
-        return with_rank_skew(enqueued(ops), self.model.late_us)
-
-    @property
-    def boundary_bytes(self) -> float:
-        """Bytes that one rank sends to the next pipeline stage per micro-batch."""
-        return self._hidden * self.model.item_bytes
-
-    @property
-    def _hidden(self) -> float:
-        """Elements of an activation of one rank outside the linear layers."""
-        split = self.job.tensor if self.job.sequence_parallel else 1
-        return self.job.rows * self.job.model.hidden_size / split
+        # The host may take longer to enqueue the messages than the device to run the operations.
+        host_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
+        return with_rank_skew([*ops, Op("host", host_us)] if host_us > 0 else ops, self.model.late_us)
 
     @property
     def _ffn(self) -> int:
@@ -200,27 +173,19 @@ class Layers:
     def _keys(self) -> int:
         return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
 
-    @property
-    def _table(self) -> float:
-        """Parameters of the embedding, or of the output layer, on one rank."""
-        return self.job.vocabulary * self.job.model.hidden_size / self.job.tensor
-
-    @property
-    def _layer_calls(self) -> tuple[int, int]:
-        forward, backward = _LAYER_CALLS
-        more = _ROTARY_CALLS if self.job.model.rotary else (0, 0)
-        return forward + more[0], backward + more[1]
+    def _layer_calls(self, *, backward: bool) -> int:
+        return _LAYER_CALLS[backward] + (_ROTARY_CALLS[backward] if self.job.model.rotary else 0)
 
     def _memory(self, name: str, elements: float) -> Op:
         return Op(name, self.model.memory_us(elements * self.model.item_bytes))
 
     def _elementwise(self, name: str, kind: Elementwise, outputs: float, *, backward: bool = False) -> Op:
-        moved = TOUCHED[kind][backward] * outputs * self.model.item_bytes
-        return Op(f"{name} grad" if backward else name, self.model.memory_us(moved, kind, backward=backward))
+        time_us = self.model.elementwise_us(kind, outputs, backward=backward)
+        return Op(f"{name} grad" if backward else name, time_us)
 
     def _norm(self, *, backward: bool = False) -> Op:
         kind: Elementwise = "rms_norm" if self.job.model.normalization == "RMSNorm" else "layer_norm"
-        return self._elementwise("norm", kind, self._hidden, backward=backward)
+        return self._elementwise("norm", kind, self.job.hidden_elements, backward=backward)
 
     def _activation(self, ffn: int, *, backward: bool = False) -> Op:
         kind: Elementwise = "swiglu" if self.job.model.swiglu else "gelu"
@@ -235,7 +200,7 @@ class Layers:
         moved = LOSS_BYTES[backward] * self.job.rows * columns
         return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
 
-    def _accumulated(self, parameters: float) -> Iterable[Op]:
+    def accumulated(self, parameters: float) -> Iterable[Op]:
         """Accumulation into the main gradients, if the GEMM does not do it."""
         if not self.job.fused_accumulation:
             moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
@@ -246,17 +211,8 @@ class Layers:
         if self.model.calls_us(1):
             yield Op("calls", self.model.calls_us(calls))
 
-    def _small(self, name: str, kind: Literal["message", "all_reduce"], times: int) -> Op:
-        """Messages with at most one number per row."""
-        if kind == "message":
-            time = times * self.model.message_us(0, self.tensor_link)
-        else:
-            time = times * self.model.collective_us("all_reduce", 4.0 * self.job.rows, self.tensor_link)
-        return Op(name, time, tensor_us=time, sync="before")
-
-    def _moved(self, name: str, kind: CollectiveKind, elements: float) -> Op:
-        time = self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
-        return Op(name, time, tensor_us=time, sync="before")
+    def _collective_us(self, kind: CollectiveKind, elements: float) -> float:
+        return self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
 
     def _column(self, name: str, columns: int, *, backward: bool = False) -> Op:
         return self._linear(name, columns, self.job.model.hidden_size, column=True, backward=backward)
@@ -271,23 +227,21 @@ class Layers:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
         linear = Linear(self.model, self.tensor_link, job.tensor_overlap, job.rows, n, k)
         if linear.overlap.method == "auto":
-            linear = _fastest(linear, column, self.forward_only)
-        simulated = _simulated(linear, column, backward)
+            linear = fastest(linear, column, self.forward_only)
+        run = simulated(linear, column, backward)
         sync: Sync | None = None
         if job.tensor > 1:
             sync = "before" if column is not backward else "after"
         calls = OVERLAPPED_CALLS if job.tensor > 1 and linear.overlap.method == "p2p" else 0
-        time_us = simulated.time_us + self.model.calls_us(calls)
-        enqueue_us = linear.enqueue_us(simulated)
-        return Op(name, time_us, simulated.exposed_us, sync=sync, slack_us=simulated.slack_us, enqueue_us=enqueue_us)
+        time_us, enqueue_us = run.time_us + self.model.calls_us(calls), linear.enqueue_us(run)
+        return Op(name, time_us, run.exposed_us, sync=sync, slack_us=run.slack_us, enqueue_us=enqueue_us)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
         """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient."""
         rows, model = self.job.rows, self.model
         gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
         wgrad = model.gemm_us(n, k, rows) if backward else 0.0
-        width = k if backward else n
-        move = model.collective_us("all_reduce", rows * width * model.item_bytes, self.tensor_link) if moved else 0.0
+        move = self._collective_us("all_reduce", rows * (k if backward else n)) if moved else 0.0
         sync: Sync | None = "after" if moved else None
         if not backward or self.job.tensor_overlap.method == "serial":
             return Op(name, gemm + move + wgrad, tensor_us=move, sync=sync)
@@ -307,8 +261,12 @@ class Layers:
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
         if job.materializes_scores:
             # All scores, masked ones included: two products forward, four backward.
-            whole = self.model.products_us(flops * (4.0 if backward else 2.0), backward=backward)
-            yield from self._scores(heads, backward)
+            whole = self.model.attention_us(flops * (4.0 if backward else 2.0), backward=backward, fused=False)
+            scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
+            yield self._elementwise("scores", "scores", scores, backward=backward)
+            if model.num_query_groups < model.num_attention_heads:
+                moved = 2 * job.rows * (self._keys + self._queries)
+                yield self._elementwise("repeat", "repeat", moved, backward=backward)
         else:
             # Two products forward and five backward, each 2 s^2 d, half of it masked.
             whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
@@ -316,33 +274,15 @@ class Layers:
             yield Op(name, whole)
             return
         keys = 2 * job.rows * model.head_size * model.num_query_groups / job.tensor * self.model.item_bytes
-        link = self.model.link(job.context, job.tensor)
-        move = self.model.message_us(keys * (2 if backward else 1), link)
+        move = self.model.message_us(keys * (2 if backward else 1), self.model.link(job.context, job.tensor))
         step = whole / job.context
         time = step + (job.context - 1) * max(step, move)
         yield Op(name, time, context_us=time - whole)
 
-    def _scores(self, heads: int, backward: bool) -> Iterable[Op]:
-        """Elementwise passes over the scores, and over keys and values repeated for every query head."""
-        job, model = self.job, self.job.model
-        scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
-        yield self._elementwise("scores", "scores", scores, backward=backward)
-        if model.num_query_groups < model.num_attention_heads:
-            moved = 2 * job.rows * (self._keys + self._queries)
-            yield self._elementwise("repeat", "repeat", moved, backward=backward)
 
-
-@lru_cache(maxsize=8192)
-def _simulated(linear: Linear, column: bool, backward: bool) -> SimulatedRun:
-    """Simulated pass of a linear layer, cached by shape."""
-    if column:
-        return linear.column_backward() if backward else linear.column_forward()
-    return linear.row_backward() if backward else linear.row_forward()
-
-
-@lru_cache(maxsize=8192)
-def _fastest(linear: Linear, column: bool, forward_only: bool) -> Linear:
-    return linear.fastest(column, forward_only=forward_only)
+def _exposed(name: str, time_us: float) -> Op:
+    """Communication of the tensor parallel ranks that overlaps no computation."""
+    return Op(name, time_us, tensor_us=time_us, sync="before")
 
 
 PROMPTS = (128, 512, 2048, 8192)
@@ -371,8 +311,7 @@ def generation_us(
 def _alone(job: Job, rows: int, method: Method | Literal["auto"]) -> Job:
     """The tensor parallel ranks of one replica, with one sequence of `rows` tokens."""
     multiple = job.tensor if job.sequence_parallel else 1
-    experts = job.experts
-    replicas = 1 if experts is None else max(1, experts.parallel // job.tensor)
+    replicas = 1 if job.experts is None else max(1, job.experts.parallel // job.tensor)
     return replace(
         job,
         seq_length=-(-rows // multiple) * multiple,

@@ -1,7 +1,5 @@
 """A pass: the operations of a rank in order, with the rank skew at their synchronization points."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,11 +13,8 @@ class Op:
     """One operation of a layer. Times are in microseconds.
 
     Attributes:
-        name: module and operation.
         time_us: time from start to end.
-        tensor_us: exposed tensor parallel communication in it.
-        context_us: exposed context parallel communication in it.
-        expert_us: exposed expert parallel communication in it.
+        tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication in it.
         sync: where the tensor parallel ranks synchronize; None: nowhere.
         slack_us: skew of the peers that does not delay the rank.
         enqueue_us: host time of its point-to-point messages.
@@ -62,23 +57,11 @@ class Pass:
     def expert_us(self) -> float:
         return sum(op.expert_us for op in self.ops)
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(self.ops + other.ops)
-
-
-def enqueued(ops: Sequence[Op]) -> Sequence[Op]:
-    """The operations, and the time by which the host takes longer to enqueue their messages."""
-    late_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
-    return [*ops, Op("host", late_us)] if late_us > 0 else ops
-
 
 def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
     """A pass in which each synchronization takes longer by the rank skew.
 
-    Args:
-        ops: operations in order.
-        late_us: skew as a function of the computation time since the last synchronization. The previous pass is
-            assumed to be of the same kind.
+    `late_us` is the skew by the computation time since the last one; the previous pass is assumed to be of this kind.
     """
     last = max((index for index, op in enumerate(ops) if op.sync), default=None)
     if last is None:

@@ -7,20 +7,16 @@ On a device the messages of a part follow one another. Copy engines move an all-
 at the same time; any other is a collective of NCCL. NCCL's reduce-scatter needs no sum afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules import Message, Plan, Work
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
+from megatron_overlap.tools.simulate.event_simulator import Program, Stream, StreamBuilder, run_program
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
-from megatron_overlap.tools.simulate.linear import ANY_CHUNK
 from megatron_overlap.tools.simulate.passes import Op, Pass
 
 
@@ -59,125 +55,93 @@ class _PartLayers(Layers):
 
     def _step(self, core_us: float, columns: int, width: int, backward: bool) -> _Step:
         rows, hidden, model = self.job.rows, self.job.model.hidden_size, self.model
+        gemm_us = model.gemm_us
         # One sum reads the received rows and the own rows, and writes the result.
-        added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * self._hidden * model.item_bytes)
-        start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", self._hidden).time_us
-        core_us += model.calls_us(self._layer_calls[backward] / 2 + 2 * OVERLAPPED_CALLS)
+        elements = self.job.hidden_elements
+        added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * elements * model.item_bytes)
+        start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", elements).time_us
+        core_us += model.calls_us(self._layer_calls(backward=backward) / 2 + 2 * OVERLAPPED_CALLS)
         if not backward:
-            return _Step(start, model.gemm_us(rows, columns, hidden), core_us, model.gemm_us(rows, hidden, width))
-        return _Step(
-            start,
-            model.gemm_us(rows, hidden, columns),
-            core_us,
-            model.gemm_us(rows, width, hidden),
-            model.gemm_us(columns, hidden, rows),
-            model.gemm_us(hidden, width, rows),
-        )
+            return _Step(start, gemm_us(rows, columns, hidden), core_us, gemm_us(rows, hidden, width))
+        wgrads = gemm_us(columns, hidden, rows), gemm_us(hidden, width, rows)
+        return _Step(start, gemm_us(rows, hidden, columns), core_us, gemm_us(rows, width, hidden), *wgrads)
 
     def first_rows(self) -> int:
         """Rows of all ranks in the first part of each sequence."""
         job, hidden, ffn = self.job, self.job.model.hidden_size, self._ffn * (2 if self.job.model.swiglu else 1)
         gemms = (self._qkv_width, hidden), (hidden, self._queries), (ffn, hidden), (hidden, self._ffn)
-        processors, num_rows = self.model.profile.device.gemm.processors, job.seq_length // job.tensor
-        return job.tensor * balanced_rows(
-            num_rows, job.tensor, job.micro_batch_size, gemms, self._queries, processors if processors > 1 else None
-        )
+        processors, ranks = self.model.profile.device.gemm.processors, job.tensor
+        known = processors if processors > 1 else None
+        return ranks * balanced_rows(job.seq_length // ranks, ranks, job.micro_batch_size, gemms, self._queries, known)
 
     @property
     def message_bytes(self) -> float:
         """Bytes that a rank sends in one all-gather or reduce-scatter."""
-        return (self.job.tensor - 1) * self._hidden * self.model.item_bytes
-
-    def collective_us(self, kind: CollectiveKind) -> float:
-        """Time of one all-gather or reduce-scatter that NCCL runs alone."""
-        num_bytes = self.job.tensor * self._hidden * self.model.item_bytes
-        return self.model.collective_us(kind, num_bytes, self.tensor_link)
+        return (self.job.tensor - 1) * self.job.hidden_elements * self.model.item_bytes
 
     @property
     def gathers_by_copies(self) -> bool:
         """See `PartGathers`."""
-        overlap, num_bytes = self.job.tensor_overlap, self._hidden * self.model.item_bytes
+        overlap, num_bytes = self.job.tensor_overlap, self.job.hidden_elements * self.model.item_bytes
         if self.tensor_link.copy_us is None or not overlap.copies or overlap.save_gathered:
             return False
         return num_bytes >= MIN_COPY_BYTES
 
-    @property
-    def copies_us(self) -> float:
-        """Fixed time of one all-gather by copies. Each has two flags: the buffer is free, and the rows have arrived."""
-        assert self.tensor_link.copy_us is not None
-        return (self.job.tensor - 1) * (self.tensor_link.copy_us + 2 * self.tensor_link.flag_us)
+    def fixed_us(self, kind: CollectiveKind) -> float:
+        """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""
+        link, num_bytes = self.tensor_link, self.job.tensor * self.job.hidden_elements * self.model.item_bytes
+        if kind == "all_gather" and self.gathers_by_copies:
+            # Each copy has two flags: the buffer is free, and the rows have arrived.
+            assert link.copy_us is not None
+            return (self.job.tensor - 1) * (link.copy_us + 2 * link.flag_us)
+        return self.model.collective_us(kind, num_bytes, link) - self.message_bytes / link.copy_rate
 
     def moved(self, split: Split, count: int) -> Op:
         """The input is divided into parts before `count` layers, and the output is joined after them."""
-        num_bytes = self._hidden * self.model.item_bytes
+        num_bytes = self.job.hidden_elements * self.model.item_bytes
         # `split_rows` moves most rows to other ranks.
         exchange_us = self.model.all_to_all_us(num_bytes, self.job.tensor) if split == "sequence" else 0.0
         copy_us = self.model.memory_us(2 * num_bytes)
         return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
 
-    def accumulated_us(self) -> float:
-        """See `Layers`: once for each layer."""
-        return sum(op.time_us for op in self._accumulated(self.job.layer_parameters() / self.job.tensor))
 
+class _Part(StreamBuilder):
+    """The stream of one part. Each message is a collective."""
 
-class _Part:
-    """The stream of one part: its messages and its work, in order."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
+    def __init__(self, layers: _PartLayers) -> None:
+        super().__init__()
+        self.layers = layers
         self.kinds: list[CollectiveKind] = []
-        self.work: list[Work] = []
-        self.times: list[float] = []
 
-    def send(self, kind: CollectiveKind) -> int:
-        """The messages of a collective after all work so far; returns its number."""
+    def collective(self, kind: CollectiveKind) -> int:
+        """A collective after all work so far; returns its number."""
         self.kinds.append(kind)
-        self.messages.append(Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self.work)))
-        return len(self.messages) - 1
+        return self.send(self.layers.message_bytes)
 
-    def compute(self, time_us: float, *needs: int) -> int:
-        """Work after the messages `needs`; returns its number."""
-        self.work.append(Work((ANY_CHUNK,), needs=needs))
-        self.times.append(time_us)
-        return len(self.work) - 1
-
-    def stream(self, layers: _PartLayers) -> Stream:
-        """On a device each message is one collective."""
-        link, sent = layers.tensor_link, layers.message_bytes
-        plan = Plan("all_gather", "serial", link.size, 0, 1, tuple(self.messages), tuple(self.work))
-        count = len(self.times)
-        stream = Stream(plan, tuple(self.times), (0.0,) * count, (sent,) * len(self.messages))
-        if not layers.model.on_device:
-            return stream
-        fixed_us = {kind: layers.collective_us(kind) - sent / link.copy_rate for kind in set(self.kinds)}
-        mover: dict[CollectiveKind, Mover] = dict.fromkeys(fixed_us, "message")
-        if layers.gathers_by_copies:
-            fixed_us["all_gather"], mover["all_gather"] = layers.copies_us, "copy"
-        return replace(
-            stream,
-            latency_us=0.0,
-            queued_us=tuple(fixed_us[kind] for kind in self.kinds),
-            movers=tuple(mover[kind] for kind in self.kinds),
-        )
+    def build(self) -> Stream:
+        """The stream of all steps."""
+        if not self.layers.model.on_device:
+            return self.stream()
+        by_copies = self.layers.gathers_by_copies
+        movers: list[Mover] = ["copy" if kind == "all_gather" and by_copies else "message" for kind in self.kinds]
+        return self.stream(0.0, tuple(map(self.layers.fixed_us, self.kinds)), tuple(movers))
 
 
 class _Schedule:
-    """Builds the program of both parts.
+    """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation.
 
-    Args:
-        steps: of each part, in the order of their computation.
-        collectives: see `PartMessages.gather_next`.
+    `collectives`: see `PartMessages.gather_next`.
     """
 
-    def __init__(self, steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
+    def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
         self._steps, self._collectives = steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
-        self.parts = _Part(), _Part()
+        self.parts = [_Part(each) for each in layers]
         self.order: list[tuple[int, int]] = []
 
-    def streams(self, layers: Sequence[_PartLayers]) -> tuple[Stream, ...]:
-        """Streams of both parts, whose `layers` are in the order of `steps`."""
-        return tuple(part.stream(each) for part, each in zip(self.parts, layers, strict=True))
+    def program(self) -> Program:
+        """The program of all steps."""
+        return Program(tuple(part.build() for part in self.parts), tuple(self.order))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self.parts[part].compute(time_us, *needs)))
@@ -188,7 +152,7 @@ class _Schedule:
 
         def start(part: int, index: int) -> None:
             self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
-            gathers[part] = self.parts[part].send("all_gather")
+            gathers[part] = self.parts[part].collective("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -198,7 +162,7 @@ class _Schedule:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
-            scatters[part] = self.parts[part].send("reduce_scatter")
+            scatters[part] = self.parts[part].collective("reduce_scatter")
         for part in range(2):
             self._compute(part, 0.0, scatters[part])
 
@@ -215,9 +179,9 @@ class _Schedule:
         def start(part: int, index: int) -> None:
             wgrads()
             self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
-            of_output[part] = self.parts[part].send("all_gather")
+            of_output[part] = self.parts[part].collective("all_gather")
             if not self._collectives:
-                of_input[part] = self.parts[part].send("all_gather")
+                of_input[part] = self.parts[part].collective("all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -225,7 +189,7 @@ class _Schedule:
             wgrads()
             if self._collectives:
                 self._compute(part, 0.0, of_output[part])
-                of_input[part] = self.parts[part].send("all_gather")
+                of_input[part] = self.parts[part].collective("all_gather")
             self._compute(part, step.row, of_output[part])
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
@@ -233,7 +197,7 @@ class _Schedule:
             if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
-            scatters[part] = self.parts[part].send("reduce_scatter")
+            scatters[part] = self.parts[part].collective("reduce_scatter")
             postponed.append((part, step.column_wgrad, gathered))
         wgrads()
         for part in range(2):
@@ -248,13 +212,8 @@ def layer_passes(job: Job, model: CostModel) -> tuple[Pass, Pass]:
     if split == "none":
         return separate
     passes = _split_passes(job, model, split)
-    if job.split == "auto" and _time_us(passes) >= (1 - MARGIN) * _time_us(separate):
-        return separate
-    return passes
-
-
-def _time_us(passes: Sequence[Pass]) -> float:
-    return sum(one.time_us for one in passes)
+    split_us, separate_us = (sum(one.time_us for one in each) for each in (passes, separate))
+    return separate if job.split == "auto" and split_us >= (1 - MARGIN) * separate_us else passes
 
 
 @lru_cache(maxsize=1024)
@@ -277,21 +236,18 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
             steps = [(mlp, attention) for attention, mlp in reversed(steps)]
         copies = all(part.gathers_by_copies for part in parts)
         collectives = model.on_device and not copies
-        schedule = _Schedule([[*both] * count for both in steps], collectives=collectives)
+        layers = parts[::-1] if backward else parts
+        schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
-        streams = schedule.streams(parts[::-1] if backward else parts)
-        program = Program(streams, tuple(schedule.order))
-        simulated = run_program(program, model, whole.tensor_link)
-        more = whole.accumulated_us() if backward else 0.0
-        exposed = simulated.exposed_us / count
-        name = f"{split} parts{' grad' if backward else ''}"
+        simulated = run_program(schedule.program(), model, whole.tensor_link)
+        gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(kind == "all_gather" for part in schedule.parts for kind in part.kinds)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
-            name,
-            simulated.time_us / count + more,
-            exposed,
+            f"{split} parts{' grad' if backward else ''}",
+            simulated.time_us / count + sum(each.time_us for each in gradients),
+            simulated.exposed_us / count,
             sync="before",
             slack_us=simulated.slack_us,
             enqueue_us=enqueue_us,

@@ -8,11 +8,13 @@ Language Model Training on GPU Clusters (arXiv 2104.04473), section 2.2; the num
 Megatron-Core.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel, Link
+from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel
 from megatron_overlap.tools.simulate.job import Job
 from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.passes import Pass
@@ -59,11 +61,7 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
     """Largest number of chunk activations that a stage saves at the same time."""
-    live = most = 0
-    for unit in order(stages, stage, chunks, microbatches):
-        live += -1 if unit.backward else 1
-        most = max(most, live)
-    return most
+    return max(accumulate(-1 if unit.backward else 1 for unit in order(stages, stage, chunks, microbatches)))
 
 
 def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
@@ -79,7 +77,6 @@ class StepTime:
     """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
 
     Attributes:
-        step_us: whole step.
         compute_us: layers, embedding, logits and loss without exposed communication.
         tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication.
         pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
@@ -99,8 +96,9 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Stage:
-    units: list[Unit]
-    at: int = 0
+    number: int
+    units: deque[Unit]  # those that have not run
+    parameters: dict[int, float]  # when those of each part arrive
     clock: float = 0.0
     compute: float = 0.0
     tensor: float = 0.0
@@ -115,7 +113,6 @@ class _Stage:
 class _Part:
     """A layer, the embedding or the logits: parameters, those of its experts, a forward and a backward."""
 
-    name: str
     parameters: float
     forward: Pass
     backward: Pass
@@ -125,31 +122,30 @@ class _Part:
 class _Simulation:
     def __init__(self, job: Job, model: CostModel) -> None:
         self.job, self.model = job, model
-        self.layers = Layers(job, model)
         self.parts = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
         self.data_link = model.link(job.data * job.context, job.tensor)
         self.expert_link = model.link(job.expert_data, 1 if job.experts is None else job.experts.parallel)
         self.replicated = max(self.data_link.size, self.expert_link.size) > 1
-        self.pipe_link = model.link(job.pipeline, job.tensor * job.context * job.data)
-        self.hop_us = model.message_us(self.layers.boundary_bytes, self.pipe_link) if job.pipeline > 1 else 0.0
+        pipe_link = model.link(job.pipeline, job.tensor * job.context * job.data)
+        self.hop_us = model.message_us(job.hidden_elements * model.item_bytes, pipe_link) if job.pipeline > 1 else 0.0
 
     def _chunk(self, stage: int, chunk: int) -> list[_Part]:
-        job, layers = self.job, self.layers
-        each = job.layer_parameters() / job.tensor
-        table = job.vocabulary * job.model.hidden_size / job.tensor
-        parts = [_Part("layer", each, *layer_passes(job, self.model), job.expert_parameters())] * job.layers_per_chunk
+        job, layers = self.job, Layers(self.job, self.model)
+        each, table = job.layer_parameters() / job.tensor, job.table_parameters / job.tensor
+        parts = [_Part(each, *layer_passes(job, self.model), job.expert_parameters())] * job.layers_per_chunk
         if stage == 0 and chunk == 0:
-            parts = [_Part("embedding", table, *layers.first), *parts]
+            parts = [_Part(table, *layers.first), *parts]
         if stage == job.pipeline - 1 and chunk == job.virtual - 1:
             has_table = job.model.untie_embeddings or job.pipeline > 1
-            parts = [*parts, _Part("logits", table if has_table else 0.0, *layers.last)]
+            parts = [*parts, _Part(table if has_table else 0.0, *layers.last)]
         return parts
 
     def buckets(self, stage: int) -> list[list[int]]:
         """Gradient buckets of a stage: parts numbered over its chunks, last part first, of Megatron's bucket size."""
         sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
-        default = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
-        least = default if self.job.bucket_parameters is None else self.job.bucket_parameters
+        least: float | None = self.job.bucket_parameters
+        if least is None:
+            least = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
         buckets: list[list[int]] = [[]]
         for part in reversed(range(len(sizes))):
             buckets[-1].append(part)
@@ -165,12 +161,10 @@ class _Simulation:
         if gradients:
             kind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
             item_bytes = self.job.gradient_bytes
-        dense, experts = (
-            sum(each) for each in zip(*((parts[k].parameters, parts[k].experts) for k in bucket), strict=True)
-        )
-        return self.model.collective_us(kind, dense * item_bytes, self.data_link) + self.model.collective_us(
-            kind, experts * item_bytes, self.expert_link
-        )
+        sizes = zip(*((parts[k].parameters, parts[k].experts) for k in bucket), strict=True)
+        dense, experts = (sum(each) * item_bytes for each in sizes)
+        collective_us = self.model.collective_us
+        return collective_us(kind, dense, self.data_link) + collective_us(kind, experts, self.expert_link)
 
     def parameter_times(self, stage: int) -> dict[int, float]:
         """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
@@ -185,80 +179,67 @@ class _Simulation:
     def pipeline(self) -> list[_Stage]:
         """Simulate all stages of one replica."""
         job = self.job
-        stages = [_Stage(order(job.pipeline, s, job.virtual, job.num_microbatches)) for s in range(job.pipeline)]
-        parameter_times = [self.parameter_times(stage) for stage in range(job.pipeline)]
-        done: dict[tuple[Unit, int], float] = {}
+        stages = []
+        for number in range(job.pipeline):
+            units = deque(order(job.pipeline, number, job.virtual, job.num_microbatches))
+            stages.append(_Stage(number, units, self.parameter_times(number)))
+        done: dict[tuple[Unit, int] | None, float] = {None: 0.0}
         progress = True
         while progress:
             progress = False
-            for number, stage in enumerate(stages):
-                while stage.at < len(stage.units):
-                    unit = stage.units[stage.at]
-                    needed = self._needed(unit, number)
-                    if needed is not None and needed not in done:
-                        break
-                    arrival = 0.0 if needed is None else done[needed]
-                    done[unit, number] = self._run(number, stage, unit, arrival, parameter_times[number])
-                    stage.at += 1
+            for stage in stages:
+                while stage.units and (needed := self._needed(stage.units[0], stage.number)) in done:
+                    unit = stage.units.popleft()
+                    done[unit, stage.number] = self._run(stage, unit, done[needed])
                     progress = True
-        assert all(stage.at == len(stage.units) for stage in stages)
+        assert not any(stage.units for stage in stages)
         return stages
 
     def _needed(self, unit: Unit, stage: int) -> tuple[Unit, int] | None:
         """The unit that must run first: the same micro-batch in the previous model chunk, or in the next one."""
-        num_chunks = self.job.pipeline * self.job.virtual
-        position = unit.chunk * self.job.pipeline + stage
-        before = position + 1 if unit.backward else position - 1
+        before = unit.chunk * self.job.pipeline + stage + (1 if unit.backward else -1)
         if before < 0:
             return None
-        if before == num_chunks:
-            return Unit(False, unit.chunk, unit.microbatch), stage
+        if before == self.job.pipeline * self.job.virtual:
+            return unit._replace(backward=False), stage
         chunk, other = divmod(before, self.job.pipeline)
-        return Unit(unit.backward, chunk, unit.microbatch), other
+        return unit._replace(chunk=chunk), other
 
-    def _run(self, number: int, stage: _Stage, unit: Unit, input_arrival: float, parameters: dict[int, float]) -> float:
+    def _run(self, stage: _Stage, unit: Unit, input_arrival: float) -> float:
         """Run a unit on a stage. Returns the time at which its result is in the next stage."""
         stage.waited_pipeline += max(0.0, input_arrival - stage.clock)
         stage.clock = max(stage.clock, input_arrival)
-        parts = self.parts[number][unit.chunk]
-        first_part = sum(len(chunk) for chunk in self.parts[number][: unit.chunk])
+        parts = self.parts[stage.number][unit.chunk]
+        first_part = sum(len(chunk) for chunk in self.parts[stage.number][: unit.chunk])
         last = unit.microbatch == self.job.num_microbatches - 1
         for index in reversed(range(len(parts))) if unit.backward else range(len(parts)):
             run = parts[index].backward if unit.backward else parts[index].forward
-            arrival = parameters.get(first_part + index, 0.0) if not unit.backward else 0.0
-            if arrival > stage.clock:
-                stage.waited_data += arrival - stage.clock
-                stage.clock = arrival
-            waits = run.tensor_us + run.context_us + run.expert_us
-            stage.clock += run.time_us
-            stage.compute += run.time_us - waits
+            arrival = 0.0 if unit.backward else stage.parameters.get(first_part + index, 0.0)
+            stage.waited_data += max(0.0, arrival - stage.clock)
+            stage.clock = max(stage.clock, arrival) + run.time_us
+            stage.compute += run.time_us - (run.tensor_us + run.context_us + run.expert_us)
             stage.tensor += run.tensor_us
             stage.context += run.context_us
             stage.expert += run.expert_us
             if unit.backward and last:
                 stage.ready[first_part + index] = stage.clock
         arrives = stage.clock
-        if self.job.pipeline > 1 and not self._is_last_chunk(unit, number):
+        last_chunk = (0, 0) if unit.backward else (self.job.pipeline - 1, self.job.virtual - 1)
+        if self.job.pipeline > 1 and (stage.number, unit.chunk) != last_chunk:
             arrives += self.hop_us
             if self.job.virtual == 1:  # 1F1B without interleaving waits for its message
                 stage.waited_pipeline += self.hop_us
                 stage.clock = arrives
         return arrives
 
-    def _is_last_chunk(self, unit: Unit, stage: int) -> bool:
-        position = unit.chunk * self.job.pipeline + stage
-        return position == (0 if unit.backward else self.job.pipeline * self.job.virtual - 1)
-
-    def gradients(self, number: int, stage: _Stage) -> tuple[float, float]:
-        """End of the gradient reduction of a stage, and the total time of its collectives.
-
-        Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
-        """
+    def gradients(self, stage: _Stage) -> tuple[float, float]:
+        """End of the gradient reduction of a stage, and the total time of its collectives."""
+        # Without overlap the collectives start after the computation. With overlap a bucket starts when it is complete.
         clock = total = 0.0
         if self.replicated:
-            for bucket in self.buckets(number):
+            for bucket in self.buckets(stage.number):
                 ready = max(stage.ready[part] for part in bucket)
-                duration = self.collective_us(number, bucket, gradients=True)
+                duration = self.collective_us(stage.number, bucket, gradients=True)
                 clock = max(clock, ready if self.job.data_overlap == "stock" else stage.clock) + duration
                 total += duration
         return max(clock, stage.clock), total
@@ -272,9 +253,9 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
     # Concurrent collectives slow computation down; the clocks of the stages do not include it.
     lost = 1.0 - model.compute_rate("collective", 2 * link.collective_rate) if link.size > 1 else 0.0
     ends = []
-    for number, stage in enumerate(stages):
-        end, took = simulation.gradients(number, stage)
-        gathered = max(simulation.parameter_times(number).values(), default=0.0)
+    for stage in stages:
+        end, took = simulation.gradients(stage)
+        gathered = max(stage.parameters.values(), default=0.0)
         hidden = max(0.0, took - (end - stage.clock)) + max(0.0, gathered - stage.waited_data)
         ends.append(end + lost * hidden)
     trained = max(ends)
@@ -304,12 +285,11 @@ def optimizer_us(job: Job, model: CostModel, stage: int) -> float:
     shard = job.updated_parameters(stage)
     clip = model.memory_us(CLIP_BYTES[0] * parameters + CLIP_BYTES[1] * shard, "clip")
     update = model.memory_us(shard * model.profile.device.optimizer_bytes.value, "update")
-    world: Link = model.link(job.world_size)
     rounds = 2 * max(0, (job.world_size - 1).bit_length())  # reduction and broadcast over a binary tree
     calls = model.calls_us(_TENSOR_CALLS * job.stage_tensors(stage) + _STEP_CALLS, loop=True)
     # The all-reduces wait for the last rank.
     late = model.late_us(clip + update) if job.world_size > 1 else 0.0
-    sums = late + _STEP_SUMS * rounds * world.latency_us + _norm_gradients_us(job, model)
+    sums = late + _STEP_SUMS * rounds * model.link(job.world_size).latency_us + _norm_gradients_us(job, model)
     return clip + update + calls + sums + model.profile.device.step_ms.value * 1e3
 
 

@@ -5,6 +5,7 @@ without dropout masks.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
@@ -13,8 +14,7 @@ from megatron_overlap.tools.simulate.step import StepTime, in_flight, simulate_s
 
 _GIB = 2.0**30
 _OPTIMIZER_BYTES = 12  # per parameter: fp32 copy and two moments
-_RESERVED_GIB = 4.0
-"""Assumed GiB of the CUDA context, library buffers and fragmentation."""
+_RESERVED_GIB = 4.0  # assumed for the CUDA context, library buffers and fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,14 @@ def _stage(job: Job, stage: int) -> Memory:
     activations = live * job.layers_per_chunk * layer_activation_bytes(job)
     if job.recompute in ("full", "needed"):
         # The recomputed layer needs all of its activations.
-        activations = live * job.layers_per_chunk * _hidden_bytes(job) + layer_activation_bytes(job)
+        activations = live * job.layers_per_chunk * job.hidden_elements * item + layer_activation_bytes(job)
     if stage == job.pipeline - 1:
         # Logits in the training dtype and twice in fp32.
         activations += job.rows * job.vocabulary / job.tensor * (item + 8)
     # Gathered input, partial product and receive buffers of a reduce-scatter.
     buffer_pool = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
-    gradient = 4 if job.precision != "fp32" else item  # Megatron's main gradients
     return Memory(
-        parameters * (item + gradient) / _GIB,
+        parameters * (item + 4) / _GIB,  # Megatron's main gradients are fp32
         job.updated_parameters(stage) * (_OPTIMIZER_BYTES if item < 4 else 8) / _GIB,
         activations / _GIB,
         buffer_pool / _GIB,
@@ -63,22 +62,15 @@ def layer_activation_bytes(job: Job) -> float:
     """Bytes of the saved activations of one layer for one micro-batch on one rank."""
     model, item = job.model, ITEM_BYTES[job.precision]
     # Inputs of both norms, of QKV and of FC1. Only sequence parallelism shards them.
-    outside = 4 * _hidden_bytes(job)
-    queries = model.head_size * model.num_attention_heads
-    keys = model.head_size * model.num_query_groups
+    outside = 4 * job.hidden_elements * item
     # Queries, keys, values and the attention output; output of FC1 and input of FC2.
-    attention = 2 * queries + 2 * keys
+    attention = 2 * model.head_size * (model.num_attention_heads + model.num_query_groups)
     ffn, experts = model.ffn_hidden_size, 0.0
     if job.experts is not None:
         # Input and output of each expert row, beside the tensors of its MLP. Tensor ranks share the tokens.
         ffn, experts = job.experts.shape.active_ffn_hidden_size, 2.0 * job.experts.shape.topk * model.hidden_size
     mlp = (3 if model.swiglu else 2) * ffn
     return outside + job.rows * (attention + mlp + experts) * item / job.tensor
-
-
-def _hidden_bytes(job: Job) -> float:
-    split = job.tensor if job.sequence_parallel else 1
-    return job.rows * job.model.hidden_size * ITEM_BYTES[job.precision] / split
 
 
 @dataclass(frozen=True)
@@ -92,69 +84,46 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Result of a sweep.
-
-    Attributes:
-        best: fastest layouts, fastest first.
-        tried: number of possible layouts.
-        too_large: number of them that do not fit in memory.
-    """
+    """The `best` layouts, fastest first, the number of possible ones, and of those that do not fit in memory."""
 
     best: Sequence[Candidate]
     tried: int
     too_large: int
 
 
-def sweep(job: Job, model: CostModel, *, keep: int = 10, context: bool = True) -> Sweep:
+def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
     """Simulate every layout with the model, batch size and number of ranks of the job.
 
     Tensor and context sizes are powers of two within a node. Pipelines are 1F1B, without interleaving or with one or
-    two layers per chunk. The micro-batch size is that of the job.
-
-    Args:
-        job: the training step; its layout is ignored.
-        model: cost model with the memory of a device.
-        keep: number of layouts to return.
-        context: whether to include context parallelism.
+    two layers per chunk. The micro-batch size is that of the job. Returns the `keep` fastest layouts.
     """
     capacity = model.profile.device.memory_gib.value
-    tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node, context=context)]
+    tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node)]
     fitting = [(layout, memory) for layout, memory in tried if memory.total <= capacity]
-    found = [Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting]
-    found.sort(key=lambda candidate: candidate.time.step_us)
-    return Sweep(found[:keep], len(tried), len(tried) - len(fitting))
+    found = (Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting)
+    best = sorted(found, key=lambda candidate: candidate.time.step_us)[:keep]
+    return Sweep(best, len(tried), len(tried) - len(fitting))
 
 
-def layouts(job: Job, per_node: int, *, context: bool = True) -> Iterator[Job]:
+def layouts(job: Job, per_node: int) -> Iterator[Job]:
     """Every possible layout with the number of ranks of the job."""
     world, layers = job.world_size, job.model.num_layers
-    for tensor in _powers(per_node):
-        for context_size in _powers(per_node // tensor if context else 1):
+    powers = [2**exponent for exponent in range(per_node.bit_length())]
+    for tensor in powers:
+        for context in (size for size in powers if tensor * size <= per_node):
             for pipeline in (size for size in range(1, layers + 1) if layers % size == 0):
-                data, rest = divmod(world, tensor * context_size * pipeline)
+                data, rest = divmod(world, tensor * context * pipeline)
                 if rest or not data:
                     continue
-                for virtual in _chunks(layers // pipeline) if pipeline > 1 else (1,):
-                    try:
+                each = layers // pipeline
+                for virtual in sorted({1, each, each // 2 if each % 2 == 0 else 1}) if pipeline > 1 else (1,):
+                    with suppress(ValueError):  # heads, rows or the batch are not divisible
                         yield replace(
                             job,
                             tensor=tensor,
-                            context=context_size,
+                            context=context,
                             pipeline=pipeline,
                             data=data,
                             virtual=virtual,
                             sequence_parallel=tensor > 1,
                         )
-                    except ValueError:  # heads, rows or the batch are not divisible
-                        continue
-
-
-def _chunks(layers: int) -> Sequence[int]:
-    return sorted({1, layers, layers // 2 if layers % 2 == 0 else 1})
-
-
-def _powers(largest: int) -> Iterator[int]:
-    size = 1
-    while size <= largest:
-        yield size
-        size *= 2

@@ -29,10 +29,10 @@ def record(
         grad_norms=tuple(grad_norms if grad_norms is not None else [2.0] * size),
         peak_memory_bytes=memory,
         meta=META,
-        report=PluginReport(True, "2 functions of Megatron are replaced", 12, 3 << 20, fallbacks, not_fused),
+        report=PluginReport(True, "2 functions of Megatron are replaced", 12, 3 << 20, fallbacks, dict(not_fused)),
     )
 
 
 def side(name: str, records: Sequence[RunRecord], flops: float | None = 4e9) -> Side:
     work = Workload(tokens=512, flops=flops, flops_convention="counted", devices=2)
-    return Side(name, work, Peak(0.1, "measured here", measured=True), LINK, tuple(records))
+    return Side(name, LINK, tuple(records), work, Peak(0.1, "measured here"))

@@ -13,11 +13,11 @@ import yaml
 from megatron_overlap import cli
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.tools.compare import generation_report
+from megatron_overlap.tools.compare.comparison import Launched
 from megatron_overlap.tools.compare.generation import (
     METRICS,
     GenerationComparison,
     GenerationRecord,
-    GenerationSide,
     Measured,
     Workload,
     compare_generation,
@@ -45,8 +45,8 @@ def record(first: float, decode: float, rate: float, *tokens: tuple[int, ...]) -
 def comparison(*tokens: tuple[int, ...]) -> GenerationComparison:
     """Two rounds: the second run has its first token 1.5 and 2 times sooner."""
     same = ((5, 6, 7), (8, 9, 9))
-    stock = GenerationSide("base", LINK, (record(30, 4, 100, *same), record(40, 4, 100, *same)))
-    mine = GenerationSide("mine", LINK, (record(20, 5, 150, *same), record(20, 5, 150, *tokens)))
+    stock = Launched("base", LINK, (record(30, 4, 100, *same), record(40, 4, 100, *same)))
+    mine = Launched("mine", LINK, (record(20, 5, 150, *same), record(20, 5, 150, *tokens)))
     return compare_generation([stock, mine], {"notes": ["Rounds: 2."]})
 
 
@@ -134,10 +134,10 @@ def test_wrong_requests_are_one_line(
 
 def test_a_launch_without_a_result_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunRecordError, match=r"generation\.json"):
-        read_generation(tmp_path, 2)
+        read_generation(tmp_path, config())
     (tmp_path / "generation.json").write_text('{"meta": {}}')
     with pytest.raises(RunRecordError, match="'workloads': the key is missing"):
-        read_generation(tmp_path, 2)
+        read_generation(tmp_path, config())
 
 
 def test_two_ranks_generate_the_tokens_of_stock(forked_python: ForkedPython, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile
 from megatron_overlap.tools.simulate.experts import ExpertLayer, _played
 from megatron_overlap.tools.simulate.job import Experts, job_of
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import METHODS, Linear, LinearOverlap
+from megatron_overlap.tools.simulate.linear import METHODS, Linear, LinearOverlap, fastest
 from megatron_overlap.tools.simulate.split import _PartLayers, layer_passes
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, times
 from tests.tools.simulate.machines import job, number, profile
@@ -176,7 +176,7 @@ def test_a_pass_lasts_as_long_as_the_host_enqueues_its_messages() -> None:
 def test_auto_selects_stock_if_the_host_takes_longer() -> None:
     for enqueue_us, selected in ((0.0, "p2p"), (1000.0, "stock")):
         layer = linear(gpu(enqueue_us=enqueue_us, gbps=1.0), method="auto")
-        assert layer.fastest(column=True).overlap.method == selected
+        assert fastest(layer, column=True).overlap.method == selected
 
 
 def test_split_micro_batches_run_on_nccl() -> None:

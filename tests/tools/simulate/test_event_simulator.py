@@ -12,7 +12,7 @@ from megatron_overlap.schedules import Chunk, Message, Plan, Work
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Pattern, part_weights
 from megatron_overlap.tools.simulate.event_simulator import Program, Stream, in_order, run_program
-from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap
+from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap, fastest
 from tests.tools.simulate.machines import machine
 
 ROWS, WIDTH = 480, 100
@@ -70,7 +70,7 @@ def test_p2p_uses_the_default_number_of_chunks(rows: int) -> None:
 def test_auto_is_the_faster_of_both(comm_us: float, launch_us: float, expected: str, column: bool) -> None:
     """p2p is selected only if it gains more than the margin, including the cost of smaller GEMMs."""
     layer = linear(LinearOverlap("auto"), 4, 100.0, comm_us, launch_us=launch_us)
-    assert layer.fastest(column).overlap.method == expected
+    assert fastest(layer, column).overlap.method == expected
 
 
 def test_baselines_by_hand() -> None:
