@@ -62,16 +62,34 @@ def flash_forward(
         out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return out, lse
     out, lse, *_ = _aten._flash_attention_forward(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2], 0.0, causal, False,
-        scale=scale, **_window_arguments(tile_mask),
-    )  # fmt: skip
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        **_window_arguments(tile_mask),
+    )
     return out.transpose(1, 2), lse
 
 
 def flash_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool, scale: float, tile_mask: TileMask | None = None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    tile_mask: TileMask | None = None,
+) -> Grads:
     """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
     if not q.is_cuda:
         cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
@@ -79,9 +97,19 @@ def flash_backward(
     rng = _no_rng_state(q)
     rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     grads = _aten._flash_attention_backward(
-        *rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng,
-        scale=scale, **_window_arguments(tile_mask),
-    )  # fmt: skip
+        *rows,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        rng,
+        rng,
+        scale=scale,
+        **_window_arguments(tile_mask),
+    )
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 
@@ -97,9 +125,14 @@ class SavedSequence(NamedTuple):
 
 
 def sequence_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
-    causal: bool, scale: float, kernel: Kernel | None = None,
-) -> tuple[torch.Tensor, SavedSequence]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    kernel: Kernel | None = None,
+) -> tuple[torch.Tensor, SavedSequence]:
     """Equals `softmax(scale * query @ key.T, causal) @ value` for each head, or `kernel(query, key, value)`.
 
     Returns:
@@ -174,9 +207,15 @@ def partial_forward(
 
 
 def partial_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    scale: float, mask: Mask | None,
-) -> Grads:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    mask: Mask | None,
+) -> Grads:
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
     if _is_one_call(q, k, mask):
         return _backward((dout, q, k, v, out), lse, scale, mask is not None)
@@ -191,16 +230,32 @@ def partial_backward(
 
 
 def documents_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float, window: int | None,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
         result, log, *_ = _aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False,
-            scale=scale, **_window_arguments(None if window is None else (window, 0)),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            starts,
+            starts,
+            longest,
+            longest,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            **_window_arguments(None if window is None else (window, 0)),
+        )
         out.copy_(result)
         lse.copy_(log.t())
         return
@@ -209,16 +264,38 @@ def documents_forward(
 
 
 def documents_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    lengths: Sequence[int], scale: float, window: int | None, grads: Grads,
-) -> None:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    grads: Grads,
+) -> None:
     """Gradients of `documents_forward`; writes `grads`."""
     if q.is_cuda:
         starts, longest, rng = _cu_seqlens(lengths, q.device), max(lengths), _no_rng_state(q)
         parts = _aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out, lse.t().contiguous(), starts, starts, longest, longest, 0.0, True,
-            rng, rng, scale=scale, **_window_arguments(None if window is None else (window, 0)),
-        )  # fmt: skip
+            dout.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            starts,
+            starts,
+            longest,
+            longest,
+            0.0,
+            True,
+            rng,
+            rng,
+            scale=scale,
+            **_window_arguments(None if window is None else (window, 0)),
+        )
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part)
         return

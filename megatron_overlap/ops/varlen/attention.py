@@ -137,9 +137,17 @@ class _BalancedAttention(torch.autograd.Function):
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_backward(
-                dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows],
-                lengths, options.scale, options.window, (dq[rows], dk[rows], dv[rows]),
-            )  # fmt: skip
+                dout[rows],
+                q[rows],
+                k[rows],
+                v[rows],
+                out[rows],
+                lse[rows],
+                lengths,
+                options.scale,
+                options.window,
+                (dq[rows], dk[rows], dv[rows]),
+            )
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):

@@ -197,9 +197,15 @@ class RingGroupRun:
                 if runs:
                     self._call.attention.pack(runs, self._payloads[index, 0][rows])
         self._payload_messages = RowMessages(
-            self._transport, self._messages.distribute, self._payloads, self._payloads, {}, like, width,
+            self._transport,
+            self._messages.distribute,
+            self._payloads,
+            self._payloads,
+            {},
+            like,
+            width,
             f"{self._name} payload",
-        )  # fmt: skip
+        )
 
     def post_results(self) -> None:
         """Posts the messages of the results for the owners."""
@@ -216,9 +222,15 @@ class RingGroupRun:
         self._received_results = self._take("received result", rows, width, like)
         after_work = {key: number for number, key in enumerate(keys, start=1)}
         self._result_messages = RowMessages(
-            self._transport, messages.collect, self._results, self._received_results, after_work, like, width,
+            self._transport,
+            messages.collect,
+            self._results,
+            self._received_results,
+            after_work,
+            like,
+            width,
             f"{self._name} result",
-        )  # fmt: skip
+        )
 
     def _take(
         self, name: str, rows: dict[tuple[int, int], int], width: int, like: torch.Tensor
