@@ -129,11 +129,15 @@ class LinearOptions(NamedTuple):
     deferred_weight: torch.Tensor | None = None
     skip_output: bool = False
 
+    def report(self, direction: str, num_bytes: int = 0) -> None:
+        """Reports a pass to the observer."""
+        if self.observer is not None:
+            self.observer(direction, num_bytes)
 
-def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Observer | None) -> torch.Tensor:
+
+def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Observer) -> torch.Tensor:
     """NaN in place of an output `[num_rows, features]` that no code reads. All elements share one number in memory."""
-    if observer is not None:
-        observer("skipped forward", 0)
+    observer("skipped forward", 0)
     return x.new_full((), float("nan")).expand(num_rows, features)
 
 
