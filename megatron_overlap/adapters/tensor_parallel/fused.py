@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, Candidate
 from megatron_overlap.comm import Transport
@@ -111,18 +111,15 @@ class FusedBackend:
         hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).unsupported_reason
         return [FUSED, *([HOPPER] if hopper else [])]
 
-    def run(self, call: LinearCall) -> LayerOutput:
-        return call.result(self.output(call))
-
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        transport, target = self._transports.open(call.group), call.wgrad_target
+        transport = self._transports.open(call.group)
         assert not isinstance(transport, str)
         return _FUSED_OPS[call.op](
             call.x,
             call.weight,
             call.bias,
             group=FusedMethod(transport, self._plan),
-            main_grad=None if target is None else target.main_grad,
-            weight_done=None if target is None or checked else target.written,
+            main_grad=call.main_grad,
+            weight_done=call.weight_done,
             observer=call.hooks.overlapped,
         )

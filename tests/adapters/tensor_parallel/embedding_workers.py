@@ -65,11 +65,11 @@ def against_stock(
         How often the embedding left its sum to the first layer, and how often the block completed that sum instead.
     """
     start(group)
-    from megatron_overlap.adapters.tensor_parallel import embedding
+    from megatron_overlap.adapters.tensor_parallel import batch_overlap
 
     counts = {"pending": 0, "whole": 0}
 
-    class Counted(embedding.PendingEmbedding):
+    class Counted(batch_overlap.PendingEmbedding):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             counts["pending"] += 1
@@ -90,7 +90,7 @@ def against_stock(
 
     stock = run()
     config = OverlapConfig.model_validate({"tensor": tensor})
-    with patch.object(embedding, "PendingEmbedding", Counted), enable(config) as session:
+    with patch.object(batch_overlap, "PendingEmbedding", Counted), enable(config) as session:
         mine = run()
         report = session.report()
     sites = {site.direction: each for site, each in report.sites.items() if site.kind == "embedding"}
