@@ -17,12 +17,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_copies_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
-from megatron_overlap.adapters.tensor_parallel.call import (
-    LayerOutput,
-    LinearCall,
-    LinearHooks,
-    OverlapBackend,
-)
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks, OverlapBackend
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     is_capturing,
@@ -36,8 +31,9 @@ from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.counters import SavedActivations, SavedSite
-from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
@@ -315,22 +311,18 @@ class P2PBackend:
         return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        adapter, hooks = self._adapter, call.hooks
-        transport = adapter.transport_of(call.group, call.op)
+        transport = self._adapter.transport_of(call.group, call.op)
         if transport.capturable:
             self._capturable.add(_shapes(call))
-        options: dict[str, Any] = {"group": transport, "plan": self._plan, "observer": hooks.overlapped}
+        options: dict[str, Any] = {"group": transport, "plan": self._plan, "observer": call.hooks.overlapped}
         options |= {"main_grad": call.main_grad, "weight_done": call.weight_done}
         if call.op == "ag_gemm":
-            on_save = None if checked else hooks.saved
-            return all_gather_linear(call.x, call.weight, call.bias, on_save=on_save, **options)
-        deferred_wgrad = None if checked else self._adapter.deferred_wgrad
-        if call.op == "copy_gemm":
-            return copy_linear(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
-        options["skip_output"] = call.skip_output and not checked
-        if call.op == "gemm_rs":
-            return linear_reduce_scatter(call.x, call.weight, call.bias, **options)
-        return linear_all_reduce(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
+            options["on_save"] = None if checked else call.hooks.saved
+        if call.op in ("copy_gemm", "gemm_ar"):
+            options["deferred_wgrad"] = None if checked else self._adapter.deferred_wgrad
+        if call.op in ("gemm_rs", "gemm_ar"):
+            options["skip_output"] = call.skip_output and not checked
+        return LINEAR_OPS[call.op](call.x, call.weight, call.bias, **options)
 
 
 def _run_stock(call: LinearCall) -> LayerOutput:

@@ -18,7 +18,8 @@ from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.autotune.candidates import Call, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops import LinearPlan
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS, default_chunks, most_parts
 
 MARGIN = 0.05
@@ -124,11 +125,6 @@ _FEW_BYTES, _MANY_BYTES = 4096, 1024 * 1024
 _FEATURES = 8  # of the GEMM beside the measured communication
 _REPEATS = {_FEW_BYTES: 8, _MANY_BYTES: 3}
 _GEMM_REPEATS = 3
-_P2P: dict[str, Callable[..., torch.Tensor]] = {
-    "ag_gemm": all_gather_linear,
-    "gemm_rs": linear_reduce_scatter,
-    "gemm_ar": linear_all_reduce,
-}
 _ONE_MESSAGE = LinearPlan(chunks_per_rank=1)
 _grad_enabled = torch.is_grad_enabled
 
@@ -232,7 +228,7 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 
     def run() -> None:
         if transport is not None:
-            _P2P[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
+            LINEAR_OPS[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
         elif gathers:
             dist.all_gather_into_tensor(gathered, x, group=group)
             torch.mm(gathered, weight.t())

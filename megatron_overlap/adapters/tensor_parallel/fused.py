@@ -11,7 +11,6 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
-from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
 from megatron_overlap.ops.tensor_parallel.fused.linear import (
     FusedMethod,
@@ -20,15 +19,9 @@ from megatron_overlap.ops.tensor_parallel.fused.linear import (
     open_fused,
     unsupported_fused_reason,
 )
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
-
-_FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "ag_gemm": all_gather_linear,
-    "copy_gemm": copy_linear,
-    "gemm_rs": linear_reduce_scatter,
-    "gemm_ar": linear_all_reduce,
-}
 
 
 @lru_cache(maxsize=256)
@@ -114,7 +107,7 @@ class FusedBackend:
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         transport = self._transports.open(call.group)
         assert not isinstance(transport, str)
-        return _FUSED_OPS[call.op](
+        return LINEAR_OPS[call.op](
             call.x,
             call.weight,
             call.bias,

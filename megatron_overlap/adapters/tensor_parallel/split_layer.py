@@ -24,14 +24,7 @@ from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision,
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
 from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.tensor_parallel.batch_overlap import (
-    Reduction,
-    Slots,
-    arrived,
-    column_half,
-    entered,
-    row_half,
-)
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Reduction, Slots, arrived, column_half, entered, row_half
 from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.tensor_parallel.split_linear import column_part, gathered, row_part, scattered, summed_part
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget

@@ -116,12 +116,8 @@ def _saved_tensors_have_hooks() -> bool:
     return active is None or active(True) is not None
 
 
-class _Running(NamedTuple):
-    """A pass between its two autograd nodes; in backward with the rows that forward received, and `activated`."""
-
-    expert_pass: ExpertPass
-    expert_x: torch.Tensor
-    activated: dict[Segment, Activated]
+_Running = tuple[ExpertPass, torch.Tensor, dict[Segment, Activated]]
+"""A pass between its two autograd nodes, the tokens that forward received, and in backward what it activated."""
 
 
 @dataclass(slots=True)
@@ -141,7 +137,7 @@ class _Call:
         """Keeps a pass until `take_running`; a serial pass receives all messages of dispatch here."""
         if self.serial:
             expert_pass.wait_dispatch()
-        self.running = _Running(expert_pass, expert_x, activated)
+        self.running = expert_pass, expert_x, activated
 
     def take_running(self) -> _Running:
         running, self.running = self.running, None

@@ -14,6 +14,7 @@ backward order and the all-gather of the sums are not from a paper.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -389,3 +390,12 @@ class _CopyLinear(torch.autograd.Function):
         if need_w:
             call.report("wgrad")
         return dx, dw, dy.sum(0) if need_bias else None, None
+
+
+LINEAR_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": all_gather_linear,
+    "copy_gemm": copy_linear,
+    "gemm_rs": linear_reduce_scatter,
+    "gemm_ar": linear_all_reduce,
+}
+"""The operations by the names of the report."""
