@@ -36,7 +36,6 @@ class Subject:
 
     Attributes:
         op: one of `REFERENCES`.
-        group: the ranks.
         rtol: largest difference from the reference as a share of its largest element; None derives the bound.
         judge: see `Judge`.
         main_grad, weight_done: as of `ops.wgrad.WgradTarget`.

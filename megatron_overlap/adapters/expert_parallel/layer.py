@@ -54,7 +54,6 @@ class ExpertAdapter(Adapter):
     """Options and counters of the mixture-of-experts layers of one session.
 
     Attributes:
-        options: of the operation.
         overlapped: layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone.
         stock: the replaced methods by name.
         autotuner: selects the stock path or p2p with `method: auto`.

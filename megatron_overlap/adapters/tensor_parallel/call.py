@@ -94,14 +94,11 @@ class LinearCall:
     """One forward call of a tensor-parallel linear layer.
 
     Attributes:
-        layer: the Megatron module.
         op: `ag_gemm`, `copy_gemm`, `gemm_rs` or `gemm_ar`; see `ops.reference`.
         x: input of the operation; with `norm`, input of the norm before it.
         weight: weight shard of this rank.
         bias: added by the operation; None for a row-parallel layer, whose bias is added to the sum.
-        group: the tensor-parallel group.
         main_grad, weight_done: see `main_grad_of`.
-        hooks: counts the call.
         run_stock: runs the replaced Megatron method, with the norm.
         result: the result of that method, given the output of `op`.
         norm: of a layer that starts with a norm. Overlapped backends get a call whose `x` went through it.

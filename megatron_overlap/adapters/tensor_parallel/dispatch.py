@@ -52,7 +52,6 @@ class LinearAdapter(Adapter):
     """Backends, transports and counters of the tensor-parallel linear layers of one session.
 
     Attributes:
-        fused: the configured method is `fused`.
         splits_queries: attention and its output projection run by slices of queries.
         plan: how the p2p backend cuts and orders messages.
         serial: the configured schedule overlaps nothing; a baseline for measurements.
@@ -61,8 +60,6 @@ class LinearAdapter(Adapter):
         assigned: what runs the calls of a layer in batch overlap, for the time of one call.
         split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
-        check: the reference check of the session.
-        autotuner: the backend of `method: auto`.
     """
 
     def __init__(self, session: Session) -> None:

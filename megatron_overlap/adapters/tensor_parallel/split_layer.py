@@ -125,71 +125,63 @@ def _mlp(layer: Any) -> _Block:
     return _Block(layer, layer.mlp, layer.pre_mlp_layernorm, *linears, layer.mlp_bda)
 
 
+@dataclass(eq=False, slots=True)
 class EmbeddedPart:
-    """One part of the output of the embedding, whose sum over ranks may be incomplete: a `PendingPart`.
+    """One part of the output of the embedding, the arguments of `summed_part`: a `PendingPart`."""
 
-    The arguments are those of `summed_part`.
-    """
-
-    def __init__(self, terms: torch.Tensor, messages: PartMessages, observer: Observer) -> None:
-        self._terms, self._messages, self._observer = terms, messages, observer
-        self._sum: torch.Tensor | None = None
+    terms: torch.Tensor
+    messages: PartMessages
+    observer: Observer
+    _sum: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor:
         """Starts the sum; returns own rows, incomplete."""
         if self._sum is None:
-            self._sum = summed_part(self._terms, self._messages, self._observer)
+            self._sum = summed_part(self.terms, self.messages, self.observer)
         return self._sum
 
     def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
-        return scattered(self.begin(), self._messages)
+        return scattered(self.begin(), self.messages)
 
 
+@dataclass(eq=False, slots=True)
 class _Step:
     """One part in the attention or the MLP of a layer: a `PendingPart` that runs its linear layers.
 
-    Args:
-        source: the input of the block.
-        messages: of this step.
-        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
-
     Attributes:
+        source: the input of the block.
+        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
         slot: where backward runs the nodes of another step: before the column-parallel GEMM of this one; see `Slots`.
     """
 
-    def __init__(
-        self,
-        block: _Block,
-        adapter: LinearAdapter,
-        source: PendingPart,
-        messages: PartMessages,
-        before: PartMessages | None = None,
-    ) -> None:
-        self._block, self._adapter, self._source, self.messages, self._before = block, adapter, source, messages, before
-        self._x: torch.Tensor | None = None
-        self._gathered: torch.Tensor | None = None
-        self._other: _Step | None = None
-        self.slot: int | None = None
+    block: _Block
+    adapter: LinearAdapter
+    source: PendingPart
+    messages: PartMessages
+    before: PartMessages | None = None
+    slot: int | None = None
+    _x: torch.Tensor | None = None
+    _gathered: torch.Tensor | None = None
+    _other: _Step | None = None
 
     def complete(self) -> torch.Tensor:
         """See `PendingPart`: the input of the block, for a layer that runs on the whole micro-batch."""
         self.messages.abandon()
-        return self._source.complete() if self._x is None else self._x
+        return self.source.complete() if self._x is None else self._x
 
     def start(self, slot: int | None = None) -> None:
         """Completes the input, runs the norm, and starts the all-gather. `slot` is their position in backward."""
         if self._gathered is None:
-            self._x = self._source.complete()
-            self._gathered = gathered(self._block.normalized(self._x), self.messages, slot)
+            self._x = self.source.complete()
+            self._gathered = gathered(self.block.normalized(self._x), self.messages, slot)
 
     def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
         """Runs the block with `arguments`, and in its middle starts `other`. Starts its reduce-scatter."""
         self.start()
         assert self._x is not None
         assert self._gathered is not None
-        block, self._other = self._block, other
-        with self._adapter.assign((block.column, block.row), self._run), self._polling(self._gathered):
+        block, self._other = self.block, other
+        with self.adapter.assign((block.column, block.row), self._run), self._polling(self._gathered):
             output = block.module(self._gathered, **arguments)
         arrive = partial(scattered, messages=self.messages)
         return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
@@ -216,7 +208,7 @@ class _Step:
     @contextmanager
     def _polling(self, x: torch.Tensor) -> Iterator[None]:
         """On the host, attention inside the context can start the other part's step before and after its softmax."""
-        core = getattr(self._block.module, "core_attention", None)
+        core = getattr(self.block.module, "core_attention", None)
         modules = () if core is None or x.is_cuda else core.named_modules()
         softmax = next((module for name, module in modules if name.endswith("scale_mask_softmax")), None)
         if softmax is None:
@@ -239,7 +231,7 @@ class _Step:
     def _start_other(self, *, now: bool) -> None:
         """Starts the other part's step: at once, or only if the output of its step before has arrived."""
         other = self._other
-        if other is not None and (now or other._before is None or other._before.is_ready("output")):
+        if other is not None and (now or other.before is None or other.before.is_ready("output")):
             other.start(self.slot)
             self._other = None
 

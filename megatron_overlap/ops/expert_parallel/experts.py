@@ -44,8 +44,7 @@ class MLPExperts:
     """`activation(x @ fc1[e].T, probs) @ fc2[e].T` for each local expert e.
 
     Attributes:
-        fc1: for each expert its first weight `[F1, H]` and the destination of its gradient.
-        fc2: for each expert its second weight `[H, F2]` and the destination of its gradient.
+        fc1, fc2: for each expert its weights `[F1, H]` and `[H, F2]`, and the destinations of their gradients.
         activation: see `Activation`.
         recompute: backward computes the activation again, so that its output is not saved.
     """

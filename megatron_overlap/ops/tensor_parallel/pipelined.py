@@ -58,8 +58,7 @@ class PipelinedAllGather:
     The plan defines the order of the sends. Rows of several peers that share a link may arrive in another order.
 
     Args:
-        transport: carries the shards.
-        plan: an all-gather plan.
+        transport, plan: carries the shards, in the order of an all-gather plan.
         shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message
             carries a chunk of all of them.
         layout: rows of every chunk.
