@@ -76,18 +76,6 @@ class LinearHooks:
         """Counts a call that runs the stock path."""
         self.counters.fallback(*self.site, self.forward, reason)
 
-    def selected_stock(self) -> None:
-        """Counts a call that runs the stock path because the autotuner selected or measures it."""
-        self.counters.stock_selected(*self.site, self.forward)
-
-    def not_communicating(self) -> None:
-        """Counts a call that runs the stock path because it communicates nothing."""
-        self.counters.not_communicating(*self.site, self.forward)
-
-    def not_fused(self, reason: str) -> None:
-        """Counts a call that runs p2p although the configuration or the autotuner selects fused kernels."""
-        self.counters.not_fused(*self.site, self.forward, reason)
-
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
@@ -125,7 +113,7 @@ class LinearCall:
 
     def run_not_communicating(self) -> LayerOutput:
         """Runs the replaced Megatron method, which communicates nothing in this call, and counts it."""
-        self.hooks.not_communicating()
+        self.hooks.counters.not_communicating(*self.hooks.site, self.hooks.forward)
         return self.run_stock()
 
 

@@ -223,7 +223,7 @@ class LinearAdapter(Adapter):
         if backend is not self._p2p and isinstance(backend, FusedBackend):
             reason = backend.unsupported_reason(call)
             if reason is not None:
-                call.hooks.not_fused(reason)
+                self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
                 backend = self._p2p
         if self.check.enabled and self.check.due:
             return self._run_checked(call, backend)
@@ -324,7 +324,7 @@ class P2PBackend:
 
 def _run_stock(call: LinearCall) -> LayerOutput:
     """Runs the replaced Megatron method because the autotuner selected or measures it."""
-    call.hooks.selected_stock()
+    call.hooks.counters.stock_selected(*call.hooks.site, call.hooks.forward)
     return call.run_stock()
 
 

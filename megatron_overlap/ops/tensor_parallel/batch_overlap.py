@@ -190,7 +190,7 @@ class PartCall:
         # Inside the autograd function gradients are disabled.
         self.saves_input = torch.is_grad_enabled() and w.requires_grad
 
-    def count(self, direction: str, num_bytes: int = 0) -> None:
+    def report(self, direction: str, num_bytes: int = 0) -> None:
         """Reports a pass to the observer."""
         if self._observer is not None:
             self._observer(direction, num_bytes)
@@ -198,7 +198,7 @@ class PartCall:
     def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
         """Postpones the weight gradient `dy.T @ x`."""
         self.deferred_wgrad.put(self.weight, dy, x, self._target)
-        self.count("wgrad")
+        self.report("wgrad")
 
 
 class Identity(torch.autograd.Function):
@@ -227,7 +227,7 @@ class _ColumnHalf(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x if call.saves_input else None, w)
         ctx.call, ctx.reduction = call, reduction
-        call.count("forward")
+        call.report("forward")
         return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
 
     @staticmethod
@@ -237,7 +237,7 @@ class _ColumnHalf(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dy @ w
-            call.count("dgrad", ctx.reduction.start(dx))
+            call.report("dgrad", ctx.reduction.start(dx))
         if x is not None:
             call.defer_wgrad(dy, x)
         return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
@@ -251,9 +251,9 @@ class _RowHalf(torch.autograd.Function):
         ctx.save_for_backward(x if call.saves_input else None, w)
         ctx.call = call
         if skip_output:
-            return skipped_output(x, x.shape[0], w.shape[0], call.count)
+            return skipped_output(x, x.shape[0], w.shape[0], call.report)
         y = torch.mm(x, w.t())
-        call.count("forward", reduction.start(y))
+        call.report("forward", reduction.start(y))
         return y
 
     @staticmethod
@@ -262,7 +262,7 @@ class _RowHalf(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dx = dy @ w if ctx.needs_input_grad[0] else None
         if dx is not None:
-            call.count("dgrad")
+            call.report("dgrad")
         if x is not None:
             call.defer_wgrad(dy, x)
         return dx, None, None, None, None

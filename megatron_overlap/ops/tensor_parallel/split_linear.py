@@ -182,7 +182,7 @@ class _ColumnPart(torch.autograd.Function):
         ctx.call, ctx.messages, ctx.saved_input = call, messages, None
         if saves and on_save is not None:
             ctx.saved_input = SavedInput(on_save(x, full.nbytes))
-        call.count("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
+        call.report("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
         return y
 
     @staticmethod
@@ -192,7 +192,7 @@ class _ColumnPart(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx, num_bytes = messages.scatter("input gradient", dy, w)
-            call.count("dgrad", num_bytes)
+            call.report("dgrad", num_bytes)
         if call.weight.requires_grad:
             call.defer_wgrad(dy, messages.take("input").finish if full is None else full)
             messages.limit_deferred()
@@ -209,9 +209,9 @@ class _RowPart(torch.autograd.Function):
         ctx.save_for_backward(x if call.saves_input else None, w)
         ctx.call, ctx.messages = call, messages
         if skip_output:
-            return skipped_output(x, x.shape[0] // messages.transport.size, w.shape[0], call.count)
+            return skipped_output(x, x.shape[0] // messages.transport.size, w.shape[0], call.report)
         y, num_bytes = messages.scatter("output", x, w.t())
-        call.count("forward", num_bytes)
+        call.report("forward", num_bytes)
         return y
 
     @staticmethod
@@ -221,7 +221,7 @@ class _RowPart(torch.autograd.Function):
             dx, dy = messages.matmul("output gradient", w)
         else:
             dx, dy = None, messages.finish("output gradient")
-        call.count("dgrad", dy.nbytes // messages.transport.size * (messages.transport.size - 1))
+        call.report("dgrad", dy.nbytes // messages.transport.size * (messages.transport.size - 1))
         if x is not None:
             call.defer_wgrad(dy, x)
             messages.limit_deferred()
