@@ -9,7 +9,6 @@ import torch
 
 type Method = Callable[..., Any]
 
-
 tracing = torch.compiler.is_dynamo_compiling
 """Whether `torch.compile` traces the caller. The cheapest of torch's equivalent queries."""
 
@@ -24,6 +23,11 @@ def untraced(method: Method) -> Method:
         return (eager if tracing() else method)(*args, **kwargs)
 
     return run
+
+
+def replaces(original: Method) -> Callable[[Method], Method]:
+    """Decorates the replacement of `original`, which gets its name and is `untraced`."""
+    return lambda method: untraced(functools.wraps(original)(method))
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:

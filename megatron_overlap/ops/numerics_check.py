@@ -6,6 +6,7 @@ the same sums and of the rounding of partial results.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,9 @@ class Subject:
 
     Attributes:
         op: one of `REFERENCES`.
-        group: the ranks.
         rtol: largest difference from the reference as a share of its largest element; None derives the bound.
         judge: see `Judge`.
-        main_grad: buffer that the weight gradient is added to; None returns it to autograd.
-        weight_done: see `ops.call.WeightDone`.
+        main_grad, weight_done: as of `ops.wgrad.WgradTarget`.
     """
 
     op: str
@@ -98,10 +97,15 @@ def share_of_rtol(got: torch.Tensor, plain: torch.Tensor, rtol: float) -> float:
 
 
 class _Leaves:
-    """One path: its inputs as leaves of a separate graph, and its output."""
+    """One path: its inputs as leaves of a separate graph, which `copy` makes, and its output."""
 
-    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
-        self.leaves = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        inputs: Sequence[torch.Tensor | None],
+        copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> None:
+        self.leaves = [None if t is None else copy(t.detach()).requires_grad_(t.requires_grad) for t in inputs]
         with torch.enable_grad():
             self.y = function(*self.leaves)
 
@@ -116,24 +120,16 @@ class _Checked(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, overlapped: Op, subject: Subject
     ) -> torch.Tensor:
         inputs = [x, w, bias]
-        plain_op = REFERENCES[subject.op]
-
-        def run_reference(*leaves: torch.Tensor | None) -> torch.Tensor:
-            return plain_op(*leaves, group=subject.group)
-
+        run_reference = partial(REFERENCES[subject.op], group=subject.group)
         into = None if subject.main_grad is None or not w.requires_grad else torch.zeros_like(subject.main_grad)
-
-        def run_overlapped(*leaves: torch.Tensor | None) -> torch.Tensor:
-            return overlapped(*leaves, main_grad=into)
-
-        ctx.paths = [_Leaves(run_overlapped, inputs), _Leaves(run_reference, inputs)]
+        ctx.paths = [_Leaves(partial(overlapped, main_grad=into), inputs), _Leaves(run_reference, inputs)]
         if subject.rtol is None:
-            for change in (torch.Tensor.double, lambda tensor: tensor.double().abs()):
-                ctx.paths.append(_Leaves(run_reference, [None if t is None else _like(change(t), t) for t in inputs]))
+            exact = _Leaves(run_reference, inputs, lambda tensor: tensor.double().clone())
+            ctx.paths += [exact, _Leaves(run_reference, inputs, lambda tensor: tensor.double().abs())]
         ctx.subject, ctx.into = subject, into
-        rows = x.shape[:-1].numel() * (subject.group.size() if subject.op == "ag_gemm" else 1)
-        ctx.terms = {"y": w.shape[1] * subject.group.size(), "dx": w.shape[0] * subject.group.size(), "dw": rows}
-        ctx.terms["dbias"] = rows
+        ranks = subject.group.size()
+        rows = x.shape[:-1].numel() * (ranks if subject.op == "ag_gemm" else 1)
+        ctx.terms = {"y": w.shape[1] * ranks, "dx": w.shape[0] * ranks, "dw": rows, "dbias": rows}
         results = [path.y.detach() for path in ctx.paths]
         use_plain = subject.judge({"y": _share(subject, results, ctx.terms["y"])})
         return results[1] if use_plain else results[0]
@@ -146,20 +142,16 @@ class _Checked(torch.autograd.Function):
         ctx.paths.clear()
         if ctx.into is not None:
             found[0][1] = ctx.into
-        shares = {}
-        for index, name in enumerate(("dx", "dw", "dbias")):
-            results = [path[index] for path in found]
-            if results[1] is not None:
-                shares[name] = _share(subject, results, ctx.terms[name])
+        shares = {
+            name: _share(subject, results, ctx.terms[name])
+            for name, *results in zip(("dx", "dw", "dbias"), *found, strict=True)
+            if results[1] is not None
+        }
         chosen = found[1] if subject.judge(shares) else found[0]
         if ctx.into is not None:
             subject.main_grad.add_(chosen[1])
             chosen[1] = None if subject.weight_done is None else subject.weight_done()
         return *chosen, None, None
-
-
-def _like(changed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return changed.detach().requires_grad_(tensor.requires_grad)
 
 
 def _share(subject: Subject, results: Sequence[Any], terms: int) -> float:

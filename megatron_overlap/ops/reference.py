@@ -152,19 +152,18 @@ def ulysses_attention(
     return own_rows(y, layout, dist.get_rank(group))
 
 
-class _AllToAll(torch.autograd.Function):
+def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """`all_to_all_single(x)` of rows; backward is the opposite one."""
 
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.splits, ctx.group = (sent, received), group
-        y = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+    def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        y = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
         return y
 
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[no-untyped-def]
-        return _AllToAll.apply(grad, *ctx.splits[::-1], ctx.group), None, None, None
+    y: torch.Tensor = _LinearMap.apply(
+        x, lambda rows: exchange(rows, sent, received), lambda grad: exchange(grad, received, sent)
+    )
+    return y
 
 
 def expert_parallel(
@@ -179,15 +178,14 @@ def expert_parallel(
     """`all_to_all(experts(sort(all_to_all(x)), sort(all_to_all(probs))))`, each expert with the rows of all ranks."""
     splits = [sum(counts) for counts in sent], [sum(counts) for counts in received]
     sizes = [count for counts in received for count in counts]
-    pieces = [_AllToAll.apply(tensor, *splits, group).split(sizes) for tensor in (x, probs)]
+    pieces = [all_to_all(tensor, *splits, group).split(sizes) for tensor in (x, probs)]
     num = len(experts.fc1)
     results: list[torch.Tensor] = [x] * len(sizes)
     for expert in range(num):
         rows, weights = (torch.cat(each[expert::num]) for each in pieces)
         activated = experts.activation(rows @ experts.fc1[expert].weight.t(), weights)
         results[expert::num] = (activated @ experts.fc2[expert].weight.t()).split(sizes[expert::num])
-    y: torch.Tensor = _AllToAll.apply(torch.cat(results), *splits[::-1], group)
-    return y
+    return all_to_all(torch.cat(results), *splits[::-1], group)
 
 
 def windowed_attention(

@@ -30,14 +30,7 @@ MAX_PIECES = 8
 
 @dataclass(frozen=True, slots=True)
 class WgradTarget:
-    """The destination of a weight gradient.
-
-    Attributes:
-        main_grad: buffer of the weight's shape that the gradient is added to, as in Megatron's gradient accumulation
-            fusion. None returns the gradient to autograd.
-        weight_done: called when `main_grad` holds the gradient; autograd gets its result as the gradient.
-        buffer_pool: provides temporary buffers.
-    """
+    """The destination of a weight gradient, as of a `Projection`, and a pool of temporary buffers."""
 
     main_grad: torch.Tensor | None = None
     weight_done: WeightDone | None = None
@@ -109,8 +102,7 @@ class ProductSum:
 
     Args:
         out: the result; contiguous.
-        buffer_pool: provides temporary buffers.
-        name: of the fp32 buffer.
+        buffer_pool, name: of the fp32 buffer.
         in_fp32: sum bf16 and fp16 products in fp32 and round once. Otherwise the sum is rounded after each product.
     """
 

@@ -1,11 +1,7 @@
-"""Megatron's experts as `ops.MLPExperts`, and every reason that keeps a mixture-of-experts layer on the stock path.
-
-`LayerExperts` has what cannot change between the calls of a layer. It is made once for each layer.
-"""
+"""Megatron's experts as `ops.MLPExperts`, and every reason that keeps a mixture-of-experts layer on the stock path."""
 
 import copy
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,89 +98,50 @@ class _Identity(torch.nn.Module):
         return x, None
 
 
-@dataclass(frozen=True, slots=True)
 class _Middle:
     """What an MLP of Megatron computes between its two linear layers, by its own forward.
 
     The MLP is a copy that shares all attributes but the linear layers, which are replaced by the identity. Activation,
     fusions, clamping and probabilities thereby stay those of the installed release.
-
-    Attributes:
-        mlp: the copy.
-        grouped: it is a `TEGroupedMLP`, which wants the number of rows of each expert.
-        recompute: `--recompute-modules moe_act`.
     """
 
-    mlp: Any
-    grouped: bool
-    recompute: bool
-
-    @classmethod
-    def of(cls, mlp: Any) -> "_Middle":
-        middle = copy.copy(mlp)
-        middle.__dict__["_modules"] = {**mlp._modules, "linear_fc1": _Identity(), "linear_fc2": _Identity()}
-        recompute = getattr(mlp, "activation_recompute", False)
-        if recompute:
+    def __init__(self, mlp: Any) -> None:
+        self._mlp = copy.copy(mlp)
+        self._mlp.__dict__["_modules"] = {**mlp._modules, "linear_fc1": _Identity(), "linear_fc2": _Identity()}
+        self.recompute = getattr(mlp, "activation_recompute", False)  # --recompute-modules moe_act
+        if self.recompute:
             # The operation computes the activation again.
-            middle.activation_recompute = False
-        return cls(middle, type(mlp) is _GROUPED, recompute)
+            self._mlp.activation_recompute = False
 
     def __call__(self, hidden: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        rows = (torch.tensor([hidden.shape[0]]),) if self.grouped else ()
-        activated: torch.Tensor = type(self.mlp).forward(self.mlp, hidden, *rows, probs)[0]
+        # A `TEGroupedMLP` wants the number of rows of each expert.
+        rows = (torch.tensor([hidden.shape[0]]),) if type(self._mlp) is _GROUPED else ()
+        activated: torch.Tensor = type(self._mlp).forward(self._mlp, hidden, *rows, probs)[0]
         return activated
 
 
-class _Parameter(NamedTuple):
-    """A weight of a linear layer: `parameters[name]`, which loading a checkpoint may replace."""
-
-    linear: Any
-    parameters: dict[str, torch.nn.Parameter]
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """The supported experts of one layer.
+    """The experts of a layer without `unsupported_layer_reason`: what cannot change between its calls."""
 
-    Attributes:
-        modules: of all experts. The operation calls none of them.
-        attributes: the instance attributes of each.
-        hooks: the dictionaries of their hooks that read an output or keyword arguments.
-        fc1: for each expert its first weight.
-        fc2: for each expert its second weight.
-        linears: those that have the flag `is_first_microbatch`.
-        middle: the computation between both.
-    """
-
-    modules: tuple[torch.nn.Module, ...]
-    attributes: tuple[dict[str, Any], ...]
-    hooks: tuple[dict[int, Any], ...]
-    fc1: tuple[_Parameter, ...]
-    fc2: tuple[_Parameter, ...]
-    linears: tuple[Any, ...]
-    middle: _Middle
-
-    @classmethod
-    def of(cls, experts: Any) -> Self:
-        """The experts of a layer without `unsupported_layer_reason`."""
+    def __init__(self, experts: Any) -> None:
         grouped = type(experts) is _GROUPED
         owners = [experts] if grouped else list(experts.local_experts)
         names = [f"weight{expert}" for expert in range(experts.num_local_experts)] if grouped else ["weight"]
-        fc1, fc2 = (
-            tuple(_Parameter(linear, linear._parameters, name) for linear in linears for name in names)
+        # For each expert its weight: `linear._parameters[name]`, which loading a checkpoint may replace.
+        self.fc1, self.fc2 = (
+            [(linear, linear._parameters, name) for linear in linears for name in names]
             for linears in ([owner.linear_fc1 for owner in owners], [owner.linear_fc2 for owner in owners])
         )
-        modules = tuple(experts.modules())
-        return cls(
-            modules,
-            tuple(map(vars, modules)),
-            tuple(hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)),
-            fc1,
-            fc2,
-            tuple(dict.fromkeys(each.linear for each in (*fc1, *fc2) if hasattr(each.linear, "is_first_microbatch"))),
-            _Middle.of(owners[0]),
+        # The operation calls none of these modules.
+        self.modules = tuple(experts.modules())
+        self.attributes = tuple(map(vars, self.modules))
+        # Those that read an output or keyword arguments.
+        self.hooks = tuple(
+            hooks for each in self.modules for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)
         )
+        linears = dict.fromkeys(linear for linear, *_ in (*self.fc1, *self.fc2))
+        self.flagged = [linear for linear in linears if hasattr(linear, "is_first_microbatch")]
+        self.middle = _Middle(owners[0])
 
     def unsupported_reason(self, hidden_states: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """The reason in one call; None if it is overlapped."""
@@ -194,8 +151,8 @@ class LayerExperts:
             return "a forward hook reads the output of an expert, or its forward is replaced"
         if is_capturing(hidden_states):
             return CAPTURED
-        first = self.fc1[0]
-        return unsupported_tensors_reason(hidden_states, first.parameters[first.name], group)
+        _, parameters, name = self.fc1[0]
+        return unsupported_tensors_reason(hidden_states, parameters[name], group)
 
     def begin(self, hidden_states: torch.Tensor) -> MLPExperts:
         """Runs the pre-hooks of all modules; returns the weights with the destinations of their gradients."""
@@ -210,5 +167,5 @@ class LayerExperts:
 
     def end(self) -> None:
         """Sets what Megatron's wrappers of TransformerEngine set after every forward."""
-        for linear in self.linears:
+        for linear in self.flagged:
             linear.is_first_microbatch = False

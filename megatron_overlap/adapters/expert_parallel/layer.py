@@ -8,75 +8,22 @@ layer changes in every call, so a kind of call is a layer, whatever its rows. Th
 many calls of the layer, and replaces the stock path only beyond its margin (hysteresis).
 """
 
-import functools
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.adapters.wrapping import Method, replaces
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
+from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.session import Adapter, Session
-
-_CANDIDATES = STOCK, Candidate("p2p")
-
-
-class _Kind(NamedTuple):
-    """Calls of layers that are measured together. Layers of multi-token prediction have numbers of their own."""
-
-    group: dist.ProcessGroup
-    layer: int | None
-    predicts: bool
-    backward: bool
-    dtype: torch.dtype
-
-
-class ExpertAutotuner(GroupAutotuners):
-    """The autotuners of one session, one for each expert-parallel group."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session, session.config.expert.method)
-        self._calls: dict[_Kind, Call] = {}
-
-    def run(
-        self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor, run: Callable[[Candidate], torch.Tensor]
-    ) -> torch.Tensor:
-        """Runs one call of a layer with the candidate that its autotuner names, the same on every rank."""
-        group = layer.token_dispatcher.ep_group
-        autotuner = self.autotuner(group)
-        backward = torch.is_grad_enabled() and hidden_states.requires_grad
-        predicts = bool(getattr(layer, "is_mtp_layer", False))
-        kind = _Kind(group, layer.layer_number, predicts, backward, hidden_states.dtype)
-        call = self._calls.get(kind)
-        if call is None:
-            # The ranks may have different numbers of rows.
-            rows = int(autotuner.slowest([float(hidden_states.shape[0])])[0])
-            call = self._calls[kind] = Call(
-                EXPERTS,
-                rows,
-                layer.config.hidden_size,
-                layer.config.moe_ffn_hidden_size,
-                str(hidden_states.dtype).removeprefix("torch."),
-                backward,
-                f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}",
-            )
-        result: torch.Tensor = autotuner.run(call, run, (hidden_states, probs), partial(tuple, _CANDIDATES))[0]
-        return result
-
-    def drop(self) -> None:
-        """Forgets the autotuners of process groups that the job destroyed."""
-        self._autotuners.clear()
-        self._calls.clear()
-
 
 _OP = "expert_parallel"
 _ONE_RANK = "one expert-parallel rank: the layer does not communicate"
@@ -84,13 +31,9 @@ _ONE_RANK = "one expert-parallel rank: the layer does not communicate"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What cannot change between the calls of one `MoELayer`.
+    """What cannot change between the calls of one `MoELayer`, `name` in the report.
 
-    Attributes:
-        name: in the report.
-        experts: None if the layer does not run overlapped.
-        reason: of that; None if the layer does not communicate.
-        observer: counts its passes.
+    `experts` is None if it does not run overlapped. `reason` is None too if it does not communicate.
     """
 
     name: str
@@ -111,7 +54,6 @@ class ExpertAdapter(Adapter):
     """Options and counters of the mixture-of-experts layers of one session.
 
     Attributes:
-        options: of the operation.
         overlapped: layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone.
         stock: the replaced methods by name.
         autotuner: selects the stock path or p2p with `method: auto`.
@@ -124,7 +66,8 @@ class ExpertAdapter(Adapter):
         )
         self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.stock: dict[str, Method] = {}
-        self.autotuner = ExpertAutotuner(session)
+        self.autotuner = GroupAutotuners(session, session.config.expert.method)
+        self._calls: dict[tuple[object, ...], Call] = {}
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[Any, _SharedExperts] = weakref.WeakKeyDictionary()
 
@@ -168,18 +111,17 @@ class ExpertAdapter(Adapter):
     def _layer(self, layer: Any) -> _Layer:
         known = self._layers.get(layer)
         if known is None:
-            known = self._layers[layer] = self._open(layer)
+            config = layer.config
+            name = f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"
+            reason = experts = None
+            if layer.token_dispatcher.ep_size == 1:
+                self.session.counters.exclude("MoELayer", _ONE_RANK)
+            else:
+                reason = unsupported_layer_reason(layer)
+                experts = LayerExperts(layer.experts) if reason is None else None
+            observer = partial(self.session.counters.overlapped, "expert", name, _OP)
+            known = self._layers[layer] = _Layer(name, experts, reason, observer)
         return known
-
-    def _open(self, layer: Any) -> _Layer:
-        config, counters = layer.config, self.session.counters
-        name = f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"
-        observer = functools.partial(counters.overlapped, "expert", name, _OP)
-        if layer.token_dispatcher.ep_size == 1:
-            counters.exclude("MoELayer", _ONE_RANK)
-            return _Layer(name, None, None, observer)
-        reason = unsupported_layer_reason(layer)
-        return _Layer(name, LayerExperts.of(layer.experts) if reason is None else None, reason, observer)
 
     def run(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts and combine of one call by the selected method."""
@@ -197,11 +139,36 @@ class ExpertAdapter(Adapter):
             combined: torch.Tensor = self.stock["combine"](layer, output)
             return combined
 
-        return self.autotuner.run(layer, hidden_states, probs, run)
+        autotuner, candidates = self.autotuner.autotuner(layer.token_dispatcher.ep_group), (STOCK, Candidate("p2p"))
+        call = self._call(layer, hidden_states, autotuner)
+        result: torch.Tensor = autotuner.run(call, run, (hidden_states, probs), lambda: candidates)[0]
+        return result
+
+    def _call(self, layer: Any, hidden_states: torch.Tensor, autotuner: Autotuner) -> Call:
+        """The kind of a call, the same on every rank."""
+        backward = torch.is_grad_enabled() and hidden_states.requires_grad
+        # Layers of multi-token prediction have numbers of their own.
+        predicts = bool(getattr(layer, "is_mtp_layer", False))
+        kind = (layer.token_dispatcher.ep_group, layer.layer_number, predicts, backward, hidden_states.dtype)
+        call = self._calls.get(kind)
+        if call is None:
+            # The ranks may have different numbers of rows.
+            rows = int(autotuner.slowest([float(hidden_states.shape[0])])[0])
+            call = self._calls[kind] = Call(
+                EXPERTS,
+                rows,
+                layer.config.hidden_size,
+                layer.config.moe_ffn_hidden_size,
+                str(hidden_states.dtype).removeprefix("torch."),
+                backward,
+                f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}",
+            )
+        return call
 
     def drop(self) -> None:
         """See `Adapter`."""
         self.autotuner.drop()
+        self._calls.clear()
 
     def compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Dispatch, experts and combine of one call: tokens in the order of `dispatch_preprocess`, to their results."""
@@ -232,7 +199,7 @@ class ExpertAdapter(Adapter):
             group=open_transport(self.session, dispatcher.ep_group),
             options=options,
             observer=known.observer,
-            filler=None if shared is None else functools.partial(self.compute_shared, layer),
+            filler=None if shared is None else partial(self.compute_shared, layer),
         )
         known.experts.end()
         return results
@@ -243,8 +210,7 @@ def shared_experts_compute(original: Method, session: Session) -> Method:
     adapter = session.adapter(ExpertAdapter)
     adapter.stock["shared_experts_compute"] = original
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def shared_experts_compute(self: Any, hidden_states: torch.Tensor) -> Any:
         if adapter.postpones_shared(self, hidden_states):
             return None
@@ -258,8 +224,7 @@ def dispatch(original: Method, session: Session) -> Method:
     adapter = session.adapter(ExpertAdapter)
     adapter.stock["dispatch"] = original
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def dispatch(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         if adapter.begins(self, hidden_states):
             return hidden_states, probs
@@ -277,8 +242,7 @@ def routed_experts_compute(original: Method, session: Session) -> Method:
     adapter = session.adapter(ExpertAdapter)
     adapter.stock["routed_experts_compute"] = original
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def routed_experts_compute(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
         if self in adapter.overlapped:
             return adapter.run(self, hidden_states, probs), None
@@ -292,8 +256,7 @@ def combine(original: Method, session: Session) -> Method:
     adapter = session.adapter(ExpertAdapter)
     adapter.stock["combine"] = original
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def combine(self: Any, output: torch.Tensor) -> Any:
         if self in adapter.overlapped:
             adapter.overlapped.discard(self)
@@ -307,8 +270,7 @@ def postprocess(original: Method, session: Session) -> Method:
     """Replacement of `MoELayer.postprocess`: adds the shared experts that were computed during dispatch."""
     adapter = session.adapter(ExpertAdapter)
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def postprocess(self: Any, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> Any:
         if shared_expert_output is None:
             shared_expert_output = adapter.take_shared(self)

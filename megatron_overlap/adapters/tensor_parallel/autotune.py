@@ -15,14 +15,7 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
-from megatron_overlap.autotune.candidates import (
-    EXPERTS,
-    SEPARATE_LAYERS,
-    SEQUENCE_OVERLAP,
-    STOCK,
-    Call,
-    Candidate,
-)
+from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
 from megatron_overlap.comm import Transport
@@ -76,17 +69,38 @@ class GroupAutotuners:
             found = self._autotuners[group] = Autotuner(group, self._folder, self._versions, timeout_s)
         return found
 
+    def drop(self) -> None:
+        """Forgets the autotuners of process groups that the job destroyed."""
+        self._autotuners.clear()
+
     def lines(self) -> tuple[AutotuneLine, ...]:
         """The selections so far, for the report."""
         return tuple(self.line(kind) for each in self._autotuners.values() for kind in each.kinds.values())
 
     def line(self, kind: Kind) -> AutotuneLine:
-        """The selection of one kind of call."""
-        return line_of(kind)
+        """The selection of one kind of call, for the report."""
+        search, selected, call = kind.search, kind.search.selected, kind.call
+        base, *others = search.tried
+        tried = ", ".join(str(each) for each in others if each != selected.candidate)
+        reason = {
+            "reverted": f"reverted, as {'the stock path' if base == STOCK else base} became faster: {tried}",
+            "cached": "cached by an earlier run",
+            "modelled": "modelled from its rows, not measured yet",
+            "not measured": "not measured: no backward pass followed",
+            "measured": f"none is faster: {tried}" if selected.candidate == base else f"faster than {tried or base}",
+        }[selected.reason]
+        ms, stock_ms = (None if math.isnan(us) else us / 1e3 for us in (selected.us, selected.stock_us))
+        module = {"ag_gemm": "column", "copy_gemm": "column", "gemm_rs": "row", "gemm_ar": "row"}.get(call.op, call.op)
+        together = " and all layers without sequence parallelism" if call.all_reduces else ""
+        name = " ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant)))
+        passes, method = "forward, backward" if call.backward else "forward", str(selected.candidate)
+        if search.measuring:
+            reason = f"being measured: {', '.join(map(str, search.tried))}"
+        return AutotuneLine(name, call.op, call.rows, call.dtype, passes, method, ms, stock_ms, reason)
 
 
 class LinearAutotuner(GroupAutotuners):
-    """The autotuners of one session: a `LinearBackend` that runs a call with the candidate that its autotuner names.
+    """The autotuners of one session: run a call with the candidate that its autotuner names.
 
     Steps of the reference check `check` are not timed.
 
@@ -135,25 +149,24 @@ class LinearAutotuner(GroupAutotuners):
         ):
             return False
         if stock.gathers is not None:
-            version, last = -1 if x.is_inference() else x._version, self._last
-            if last is not None and last[1]() is x and last[0] is stock.gathers and last[2] == version:
+            if self._candidate_of_same(stock.gathers, x) is not None:
                 return False
-            self._last = stock.gathers, weakref.ref(x), version, STOCK
+            self._last = stock.gathers, weakref.ref(x), _version_of(x), STOCK
         stock.search.calls += 1
         stock.tally.stock_selected += 1
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`.
+        """Runs a call.
 
         A column-parallel call with the input of the call before it takes that call's candidate, untimed, because it
         shares the gathered input.
         """
-        x, weight, group, last = call.x, call.weight, call.group, self._last
-        version = -1 if x.is_inference() else x._version
+        x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
-        if gathers and last is not None and last[1]() is x and last[0] is group and last[2] == version:
-            return self._run_candidate(call, last[3])
+        shared = self._candidate_of_same(group, x) if gathers else None
+        if shared is not None:
+            return self._run_candidate(call, shared)
         kind = _kind_of(call)
         autotuner = self.autotuner(group)
         threshold = modelled = None
@@ -164,29 +177,33 @@ class LinearAutotuner(GroupAutotuners):
                 self.add_small(call, threshold.rows)
             if small:
                 return self._run_candidate(call, STOCK)
-            shape = self._forward_only.shape(group, kind, partial(self._p2p_default, call, kind))
+            shape = self._forward_only.shape(group, kind, lambda: self._p2p_candidates(call, kind)[0])
             modelled = shape.candidate
             if not shape.repeats:
                 if gathers:
-                    self._last = group, weakref.ref(x), version, modelled
+                    self._last = group, weakref.ref(x), _version_of(x), modelled
                 return self._run_candidate(call, modelled)
         run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
         timed = not self._check.due and not self.paused
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
-            self._last = group, weakref.ref(x), version, candidate
+            self._last = group, weakref.ref(x), _version_of(x), candidate
         own = autotuner.kinds.get(kind)  # None for layers that are tuned together
         if own is not None and candidate == STOCK and own.search.calls < own.search.free_until:
             if threshold is not None:
                 threshold.rows, threshold.measured = kind.rows + 1, True
                 return result
-            number = id(call.layer)
-            if number not in self._stock_calls:  # another layer may get the id after this one is deleted
-                weakref.finalize(call.layer, self._stock_calls.pop, number, None).atexit = False
             facts = x.numel(), _grad_enabled(), x.requires_grad, weight.requires_grad
             tally = self._session.counters.tally(*call.hooks.site, "forward")
-            self._stock_calls[number] = _StockCall(facts, own.search, tally, group if gathers else None)
+            _put(self._stock_calls, call.layer, _StockCall(facts, own.search, tally, group if gathers else None))
         return result
+
+    def _candidate_of_same(self, group: dist.ProcessGroup, x: torch.Tensor) -> Candidate | None:
+        """The candidate of the last column-parallel call if it had the same input."""
+        last = self._last
+        if last is None or last[0] is not group or last[1]() is not x or last[2] != _version_of(x):
+            return None
+        return last[3]
 
     def selected(self, call: LinearCall) -> Candidate:
         """The present selection for a call that is neither counted nor measured; the stock path if there is none."""
@@ -220,9 +237,13 @@ class LinearAutotuner(GroupAutotuners):
         backward = _grad_enabled() and x.requires_grad
         # The first pass of full recomputation has no gradients.
         passes = {True, False} if backward and layers[0].config.recompute_granularity == "full" else {backward}
-        of_layers = [(rows, dtype, each, not sharded) for each in passes]
-        kinds = () if autotuner is None else autotuner.kinds.values()
-        separate = [kind for kind in kinds if _facts(kind.call) in of_layers and kind.call.op != "block"]
+        separate = [
+            kind
+            for kind in (() if autotuner is None else autotuner.kinds.values())
+            if kind.call.op != "block"
+            and (kind.call.rows, kind.call.dtype, kind.call.all_reduces) == (rows, dtype, not sharded)
+            and kind.call.backward in passes
+        ]
         waiting = [kind for kind in separate if not kind.search.has_selection]
         if autotuner is None or not separate or _inside(waiting, layers):
             return run(SEPARATE_LAYERS)
@@ -248,7 +269,7 @@ class LinearAutotuner(GroupAutotuners):
         return output
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        if call.wgrad_target is not None and not call.x.is_cuda and not is_te_linear(call.layer):
+        if call.main_grad is not None and not call.x.is_cuda and not is_te_linear(call.layer):
             return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"
         return None
 
@@ -265,20 +286,13 @@ class LinearAutotuner(GroupAutotuners):
 
     def add_small(self, call: LinearCall, rows: float) -> None:
         """Lets `runs_stock` recognize the forward-only calls of a layer that have fewer gathered rows than `rows`."""
-        number = id(call.layer)
-        if number not in self._small_calls:
-            weakref.finalize(call.layer, self._small_calls.pop, number, None).atexit = False
         shared = call.group.size() if call.op == "ag_gemm" else 1
         tally = self._session.counters.tally(*call.hooks.site, call.hooks.forward)
-        self._small_calls[number] = _SmallCalls(
-            rows * call.weight.shape[1] / shared, tally, communicate=call.op != "copy_gemm"
-        )
+        elements = rows * call.weight.shape[1] / shared
+        _put(self._small_calls, call.layer, _SmallCalls(elements, tally, communicate=call.op != "copy_gemm"))
 
     def _candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         return [STOCK, *self._p2p_candidates(call, kind), *self._fused_candidates(call)]
-
-    def _p2p_default(self, call: LinearCall, kind: Call) -> Candidate:
-        return self._p2p_candidates(call, kind)[0]
 
     def _p2p_candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         tensor, x = self._session.config.tensor, call.x
@@ -295,6 +309,18 @@ class LinearAutotuner(GroupAutotuners):
         return [Candidate("p2p", *each) for each in settings]
 
 
+def _version_of(x: torch.Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _put[Calls](calls: dict[int, Calls], layer: torch.nn.Module, value: Calls) -> None:
+    """Stores `value` until `layer` is deleted, after which another layer may get its id."""
+    number = id(layer)
+    if number not in calls:
+        weakref.finalize(layer, calls.pop, number, None).atexit = False
+    calls[number] = value
+
+
 def _kind_of(call: LinearCall) -> Call:
     x, weight = call.x, call.weight
     return Call(
@@ -304,7 +330,7 @@ def _kind_of(call: LinearCall) -> Call:
         weight.shape[0],
         str(x.dtype).removeprefix("torch."),
         backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
-        variant="frozen" if not weight.requires_grad else "main_grad" if call.wgrad_target is not None else "",
+        variant="frozen" if not weight.requires_grad else "main_grad" if call.main_grad is not None else "",
     )
 
 
@@ -318,29 +344,3 @@ def _inside(kinds: Sequence[Kind], layers: Sequence[Any]) -> Sequence[Kind]:
         return kinds
     shapes = {(linear.weight.shape[1], linear.weight.shape[0]) for each in layers for linear in linears_of(each)}
     return [kind for kind in kinds if (kind.call.in_features, kind.call.out_features) in shapes]
-
-
-def _facts(call: Call) -> tuple[int, str, bool, bool]:
-    return call.rows, call.dtype, call.backward, call.all_reduces
-
-
-def line_of(kind: Kind) -> AutotuneLine:
-    """The selection of one kind of call, for the report."""
-    search, selected, call = kind.search, kind.search.selected, kind.call
-    base, *others = search.tried
-    tried = ", ".join(str(each) for each in others if each != selected.candidate)
-    reason = {
-        "reverted": f"reverted, as {'the stock path' if base == STOCK else base} became faster: {tried}",
-        "cached": "cached by an earlier run",
-        "modelled": "modelled from its rows, not measured yet",
-        "not measured": "not measured: no backward pass followed",
-        "measured": f"none is faster: {tried}" if selected.candidate == base else f"faster than {tried or base}",
-    }[selected.reason]
-    ms, stock_ms = (None if math.isnan(us) else us / 1e3 for us in (selected.us, selected.stock_us))
-    module = call.op if call.op in ("block", EXPERTS) else "column" if call.op in ("ag_gemm", "copy_gemm") else "row"
-    together = " and all layers without sequence parallelism" if call.all_reduces else ""
-    name = " ".join(filter(None, (module, f"{call.in_features}->{call.out_features}{together}", call.variant)))
-    passes, method = "forward, backward" if call.backward else "forward", str(selected.candidate)
-    if search.measuring:
-        reason = f"being measured: {', '.join(map(str, search.tried))}"
-    return AutotuneLine(name, call.op, call.rows, call.dtype, passes, method, ms, stock_ms, reason)

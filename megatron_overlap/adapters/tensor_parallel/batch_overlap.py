@@ -8,7 +8,7 @@ backward it starts the all-gather of each part's gradient, which the embedding w
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingPart,
 )
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer, SplitShardedLayer
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
@@ -58,8 +58,7 @@ def block_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
@@ -230,8 +229,7 @@ def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAd
         return "attention query_split hides the reduce-scatter of the output projection"
     x = arguments["hidden_states"]
     for op, linear in zip(("ag_gemm", "gemm_rs") * 2, linears_of(layer), strict=True):
-        reason = adapter.unsupported_reason(x, linear.weight, linear.tp_group, op)
-        if reason is not None:
+        if reason := adapter.unsupported_reason(x, linear.weight, linear.tp_group, op):
             return reason
     return None
 
@@ -252,7 +250,7 @@ def model_forward(original: Method, session: Session) -> Method:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing() or not _may_split(adapter) or not _sums_by_reduce_scatter(self):
+        if tracing() or not _splits_embedding(adapter, self):
             return original(self, *args, **kwargs)
         reason = _unsupported_model_reason(self, args, kwargs)
         if reason is not None:
@@ -260,32 +258,26 @@ def model_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
         embedding = self.embedding
         words = embedding.word_embeddings
+
+        def pending(input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: None = None) -> torch.Tensor:
+            """`LanguageModelEmbedding.forward`, up to the sum over ranks."""
+            return layer_handoff.put(PendingEmbedding(words(input_ids), words.tp_group))
+
         with ExitStack() as replaced:
             replaced.enter_context(replaced_forward(words, functools.partial(_own_terms, words)))
-            replaced.enter_context(replaced_forward(embedding, _pending(words, layer_handoff)))
+            replaced.enter_context(replaced_forward(embedding, pending))
             replaced.callback(layer_handoff.drop)
             return original(self, *args, **kwargs)
 
     return forward
 
 
-def _may_split(adapter: LinearAdapter) -> bool:
-    return (adapter.split != "none" or adapter.autotuner.enabled) and not adapter.check.due
-
-
-def _sums_by_reduce_scatter(model: Any) -> bool:
-    """Whether this pipeline stage has the embedding, and its output is rows of each rank."""
+def _splits_embedding(adapter: LinearAdapter, model: Any) -> bool:
+    """Whether layers may run in two parts, and this stage has an embedding whose output is rows of each rank."""
+    if (adapter.split == "none" and not adapter.autotuner.enabled) or adapter.check.due:
+        return False
     config = model.config
     return bool(model.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
-
-
-def _pending(words: Any, layer_handoff: LayerHandoff) -> Callable[..., torch.Tensor]:
-    """`LanguageModelEmbedding.forward`, up to the sum over ranks."""
-
-    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: None = None) -> torch.Tensor:
-        return layer_handoff.put(PendingEmbedding(words(input_ids), words.tp_group))
-
-    return forward
 
 
 def _own_terms(words: Any, tokens: torch.Tensor) -> torch.Tensor:

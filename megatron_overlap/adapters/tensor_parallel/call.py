@@ -1,8 +1,8 @@
 """One call of a tensor-parallel linear layer, and the protocol of the backends that run it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -10,63 +10,47 @@ import torch.distributed as dist
 
 from megatron_overlap.counters import Counters, Direction, SavedSite
 from megatron_overlap.ops import Projection
+from megatron_overlap.ops.call import WeightDone
 
 type LayerOutput = Any
 """The result of a patched Megatron method: a tensor, or a tensor and the bias that the caller adds."""
 
 
-@dataclass(frozen=True, slots=True)
-class MainGradTarget:
-    """Destination of the weight gradient under Megatron's gradient accumulation fusion.
+NO_MAIN_GRAD = None, None
+"""Autograd gets the gradient."""
 
-    Attributes:
-        weight: the parameter.
-        main_grad: `weight.main_grad` at the time of the forward call.
+
+def main_grad_of(weight: Any) -> tuple[torch.Tensor | None, WeightDone | None]:
+    """`main_grad` of a weight of a layer with the fusion, and what backward calls when it holds the gradient."""
+    if weight.requires_grad and hasattr(weight, "main_grad"):
+        return weight.main_grad, partial(_written, weight, weight.main_grad)
+    return NO_MAIN_GRAD
+
+
+def _written(weight: Any, main_grad: torch.Tensor) -> torch.Tensor | None:
+    """Called in backward when `main_grad` holds the gradient; autograd gets the result as the gradient.
+
+    Returns the placeholder of Megatron's stock path. Megatron's data-parallel hook runs when autograd gives the weight
+    a gradient, and reads `grad_added_to_main_grad` to skip the addition.
     """
-
-    weight: torch.Tensor
-    main_grad: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: Any) -> Self | None:
-        """The destination for a weight of a layer with the fusion; None where autograd gets the gradient."""
-        if weight.requires_grad and hasattr(weight, "main_grad"):
-            return cls(weight, weight.main_grad)
+    weight.main_grad = main_grad
+    if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-
-    def written(self) -> torch.Tensor | None:
-        """Called in backward when `main_grad` holds the gradient; autograd gets the result as the gradient.
-
-        Returns the placeholder of Megatron's stock path. Megatron's data-parallel hook runs when autograd gives the
-        weight a gradient, and reads `grad_added_to_main_grad` to skip the addition.
-        """
-        weight, main_grad = self.weight, self.main_grad
-        weight.main_grad = main_grad
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        if getattr(weight, "zero_out_wgrad", False):
-            return torch.zeros(main_grad.shape, dtype=weight.dtype, device=weight.device)
-        return torch.empty(main_grad.shape, dtype=weight.dtype, device=weight.device)
+    weight.grad_added_to_main_grad = True
+    new = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return new(main_grad.shape, dtype=weight.dtype, device=weight.device)
 
 
 def projection_of(linear: Any, weight: torch.Tensor) -> Projection:
     """A weight of a local or TransformerEngine linear layer, with the destination of its gradient."""
     is_te = hasattr(linear, "fuse_wgrad_accumulation")
     fusion = linear.fuse_wgrad_accumulation if is_te else linear.gradient_accumulation_fusion
-    target = MainGradTarget.of(weight) if fusion else None
-    return Projection(weight) if target is None else Projection(weight, target.main_grad, target.written)
+    return Projection(weight, *(main_grad_of(weight) if fusion else NO_MAIN_GRAD))
 
 
 @dataclass(frozen=True, slots=True)
 class LinearHooks:
-    """Counts the passes of one kind of layer.
-
-    Attributes:
-        counters: of the session.
-        site: kind of layer, shape of its weight, and operation.
-        forward_only: no backward pass follows.
-    """
+    """Counts the passes of one kind of layer, weight shape and operation; `forward_only`: no backward pass follows."""
 
     counters: Counters
     site: SavedSite
@@ -92,89 +76,58 @@ class LinearHooks:
         """Counts a call that runs the stock path."""
         self.counters.fallback(*self.site, self.forward, reason)
 
-    def selected_stock(self) -> None:
-        """Counts a call that runs the stock path because the autotuner selected or measures it."""
-        self.counters.stock_selected(*self.site, self.forward)
-
-    def not_communicating(self) -> None:
-        """Counts a call that runs the stock path because it communicates nothing."""
-        self.counters.not_communicating(*self.site, self.forward)
-
-    def not_fused(self, reason: str) -> None:
-        """Counts a call that runs p2p although the configuration or the autotuner selects fused kernels."""
-        self.counters.not_fused(*self.site, self.forward, reason)
-
 
 @dataclass(frozen=True, slots=True)
-class LinearCall(ABC):
+class LinearCall:
     """One forward call of a tensor-parallel linear layer.
 
     Attributes:
-        layer: the Megatron module.
-        kind: `column` or `row`.
         op: `ag_gemm`, `copy_gemm`, `gemm_rs` or `gemm_ar`; see `ops.reference`.
         x: input of the operation; with `norm`, input of the norm before it.
         weight: weight shard of this rank.
         bias: added by the operation; None for a row-parallel layer, whose bias is added to the sum.
-        group: the tensor-parallel group.
-        wgrad_target: destination of the weight gradient; None returns it to autograd.
-        hooks: counts the call.
+        main_grad, weight_done: see `main_grad_of`.
+        run_stock: runs the replaced Megatron method, with the norm.
+        result: the result of that method, given the output of `op`.
         norm: of a layer that starts with a norm. Overlapped backends get a call whose `x` went through it.
         skip_output: backends need not compute the output, which is recomputed and not read.
     """
 
     layer: torch.nn.Module
-    kind: str
     op: str
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     group: dist.ProcessGroup
-    wgrad_target: MainGradTarget | None
+    main_grad: torch.Tensor | None
+    weight_done: WeightDone | None
     hooks: LinearHooks
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, kw_only=True)
-    skip_output: bool = field(default=False, kw_only=True)
+    run_stock: Callable[[], LayerOutput]
+    result: Callable[[torch.Tensor], LayerOutput]
+    norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    skip_output: bool = False
 
     def normalized(self) -> Self:
-        """This call after its norm, which it must have."""
-        assert self.norm is not None
-        return replace(self, x=self.norm(self.x), norm=None)
-
-    @abstractmethod
-    def run_stock(self) -> LayerOutput:
-        """Runs the replaced Megatron method."""
+        """This call after its norm, if it has one."""
+        return self if self.norm is None else replace(self, x=self.norm(self.x), norm=None)
 
     def run_not_communicating(self) -> LayerOutput:
         """Runs the replaced Megatron method, which communicates nothing in this call, and counts it."""
-        self.hooks.not_communicating()
+        self.hooks.counters.not_communicating(*self.hooks.site, self.hooks.forward)
         return self.run_stock()
 
-    @abstractmethod
-    def result(self, output: torch.Tensor) -> LayerOutput:
-        """The result of the Megatron method, given the output of `op`."""
 
-
-class LinearBackend(Protocol):
-    """One way to run a `LinearCall`."""
+class OverlapBackend(Protocol):
+    """One way to run a `LinearCall` overlapped. Reasons are the same on every rank of the group."""
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        """The reason that this backend cannot run `call`; None if it can. The same on every rank of the group."""
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        """Runs `call`; returns the result of the Megatron method."""
-
-
-class OverlapBackend(LinearBackend, Protocol):
-    """A backend whose operation the reference check can run on tensors of its own."""
+        """The reason that this backend cannot run `call`; None if it can."""
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
-        """The reason that a CUDA graph cannot capture `call` on this backend; None if it can. The same on every rank of
-        the group."""
+        """The reason that a CUDA graph cannot capture `call` on this backend; None if it can."""
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         """The output of `call.op`.
 
-        Args:
-            call: the call.
-            checked: run for the reference check: the weight gradient is not deferred, saved inputs are not counted.
+        `checked` is for the reference check: the weight gradient is not deferred, saved inputs are not counted.
         """

@@ -6,9 +6,9 @@ selected operation is compared with its reference. A call that a CUDA graph capt
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,14 +17,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_copies_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
-from megatron_overlap.adapters.tensor_parallel.call import (
-    LayerOutput,
-    LinearBackend,
-    LinearCall,
-    LinearHooks,
-    MainGradTarget,
-    OverlapBackend,
-)
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks, OverlapBackend
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     is_capturing,
@@ -38,8 +31,9 @@ from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.counters import SavedActivations, SavedSite
-from megatron_overlap.ops import LinearPlan, all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
@@ -58,13 +52,14 @@ class LinearAdapter(Adapter):
     """Backends, transports and counters of the tensor-parallel linear layers of one session.
 
     Attributes:
+        splits_queries: attention and its output projection run by slices of queries.
         plan: how the p2p backend cuts and orders messages.
+        serial: the configured schedule overlaps nothing; a baseline for measurements.
+        tp_invariant: a layer has the same bits on 1, 2 and 4 ranks: one rank runs the operations of the plugin too.
         deferred_wgrad: postponed weight gradients of layers without sequence parallelism.
-        assigned: the backend that batch overlap assigned to a layer, for the time of one call.
+        assigned: what runs the calls of a layer in batch overlap, for the time of one call.
         split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
-        check: the reference check of the session.
-        autotuner: the backend of `method: auto`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -73,6 +68,7 @@ class LinearAdapter(Adapter):
         # On the CPU a ring asks which messages are complete. A deterministic run must not depend on that.
         auto: Pattern | None = "direct" if deterministic else None
         pattern: Pattern | None = auto if tensor.schedule == "auto" else tensor.schedule
+        self.fused, self.splits_queries = tensor.method == "fused", tensor.attention == "query_split"
         self.plan = LinearPlan(
             pattern=pattern,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
@@ -80,8 +76,9 @@ class LinearAdapter(Adapter):
             add_in_place=True if deterministic else None,
             tree=session.config.deterministic == "tp_invariant",
         )
+        self.serial, self.tp_invariant = self.plan.pattern == "serial", self.plan.tree
         self.deferred_wgrad = DeferredWgrad()
-        self.assigned: dict[torch.nn.Module, LinearBackend] = {}
+        self.assigned: dict[torch.nn.Module, Callable[[LinearCall], LayerOutput]] = {}
         self._unread: torch.nn.Module | None = None
         self.split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
@@ -91,7 +88,7 @@ class LinearAdapter(Adapter):
         self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
         self._fused_transports = FusedTransports(session, self.transport)
-        self._stock, self._p2p = StockBackend(), P2PBackend(self, self.plan)
+        self._p2p = P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
         self.autotuner = LinearAutotuner(
             session, self.run_candidate, self._fused.candidates, self.check, self.transport_of
@@ -101,26 +98,6 @@ class LinearAdapter(Adapter):
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
         for module, reason in _NOT_OVERLAPPED.items():
             self._counters.exclude(module, reason)
-
-    @property
-    def fused(self) -> bool:
-        """Whether the configured method is `fused`."""
-        return self._session.config.tensor.method == "fused"
-
-    @property
-    def splits_queries(self) -> bool:
-        """Whether attention and its output projection run by slices of queries."""
-        return self._session.config.tensor.attention == "query_split"
-
-    @property
-    def serial(self) -> bool:
-        """Whether the configured schedule overlaps nothing; a baseline for measurements."""
-        return self.plan.pattern == "serial"
-
-    @property
-    def tp_invariant(self) -> bool:
-        """Whether a layer has the same bits on 1, 2 and 4 ranks: one rank runs the operations of the plugin too."""
-        return self.plan.tree
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
@@ -185,14 +162,10 @@ class LinearAdapter(Adapter):
         """The reason that an operation on these tensors runs the stock path; None if it is overlapped."""
         if op in ("gemm_ar", "copy_gemm") and self.plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
-        if self.plan.tree:
-            reason = self._unsupported_tree_reason(x, weight, group, op)
-            if reason is not None:
-                return reason
-        if self.check.fallbacks:
-            reason = self.check.fallbacks.get(_check_name(op, weight))
-            if reason is not None:
-                return reason
+        if self.plan.tree and (reason := self._unsupported_tree_reason(x, weight, group, op)):
+            return reason
+        if self.check.fallbacks and (reason := self.check.fallbacks.get(_check_name(op, weight))):
+            return reason
         return unsupported_tensors_reason(x, weight, group)
 
     def _unsupported_tree_reason(
@@ -205,12 +178,7 @@ class LinearAdapter(Adapter):
         return unsupported_tree_reason(group.size(), weight.shape[1], fewest)
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
-        """Runs `call` on the selected backend.
-
-        Args:
-            call: the call.
-            layer_reason: the reason of the layer for the stock path; None if it has none.
-        """
+        """Runs `call` on the selected backend, or the stock path if its layer has a reason."""
         reason = layer_reason or self._p2p.unsupported_reason(call)
         if reason is not None:
             call.hooks.fallback(reason)
@@ -220,9 +188,9 @@ class LinearAdapter(Adapter):
         if call.layer is self._unread:
             call = replace(call, skip_output=True)
         if self.assigned:
-            backend = self.assigned.get(call.layer)
-            if backend is not None:
-                return backend.run(call)
+            run = self.assigned.get(call.layer)
+            if run is not None:
+                return run(call)
         if call.op == "copy_gemm" and call.hooks.forward_only and not self.plan.tree:
             self.autotuner.add_small(call, math.inf)
             return call.run_not_communicating()
@@ -239,13 +207,13 @@ class LinearAdapter(Adapter):
         if self.autotuner.enabled:
             candidate = self.autotuner.selected(call)
             if candidate == STOCK:
-                return self._stock.run(call)
+                return _run_stock(call)
             backend = self._backend(candidate)
         reason = backend.unsupported_capture_reason(call)
         if reason is not None:
             call.hooks.fallback(reason)
             return call.run_stock()
-        return backend.run(call if call.norm is None else call.normalized())
+        return call.result(backend.output(call.normalized()))
 
     def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
         """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
@@ -255,15 +223,28 @@ class LinearAdapter(Adapter):
         if backend is not self._p2p and isinstance(backend, FusedBackend):
             reason = backend.unsupported_reason(call)
             if reason is not None:
-                call.hooks.not_fused(reason)
+                self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
                 backend = self._p2p
         if self.check.enabled and self.check.due:
-            return CheckedBackend(self.check, backend).run(call)
-        return backend.run(call)
+            return self._run_checked(call, backend)
+        return call.result(backend.output(call))
+
+    def _run_checked(self, call: LinearCall, backend: OverlapBackend) -> LayerOutput:
+        """Runs `call` on `backend` and on the reference operation, and compares forward and backward."""
+        name, device = _check_name(call.op, call.weight), call.x.device
+        subject = self.check.subject(name, call.op, call.group, device, call.main_grad, call.weight_done)
+
+        def overlapped(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None
+        ) -> torch.Tensor:
+            copied = replace(call, x=x, weight=weight, bias=bias, main_grad=main_grad, weight_done=None)
+            return backend.output(copied, checked=True)
+
+        return call.result(checked_linear(overlapped, call.x, call.weight, call.bias, subject))
 
     def run_candidate(self, call: LinearCall, candidate: Candidate) -> LayerOutput:
         """Runs `call` with a candidate of the autotuner."""
-        return self._stock.run(call) if candidate == STOCK else self.run_overlapped(call, self._backend(candidate))
+        return _run_stock(call) if candidate == STOCK else self.run_overlapped(call, self._backend(candidate))
 
     def _backend(self, candidate: Candidate) -> OverlapBackend:
         backend = self._candidates.get(candidate)
@@ -277,9 +258,11 @@ class LinearAdapter(Adapter):
         return backend
 
     @contextmanager
-    def assign(self, layers: Iterable[torch.nn.Module | None], backend: LinearBackend) -> Iterator[None]:
-        """Runs the calls of `layers` on `backend` inside the context."""
-        self.assigned = {layer: backend for layer in layers if layer is not None}
+    def assign(
+        self, layers: Iterable[torch.nn.Module | None], run: Callable[[LinearCall], LayerOutput]
+    ) -> Iterator[None]:
+        """Runs the calls of `layers` by `run` inside the context."""
+        self.assigned = {layer: run for layer in layers if layer is not None}
         try:
             yield
         finally:
@@ -306,25 +289,8 @@ class LinearAdapter(Adapter):
         self.close()
 
 
-class StockBackend:
-    """Runs the replaced Megatron method because the autotuner selected or measures it."""
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """See `LinearBackend`: every call has a stock path."""
-        return None
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        call.hooks.selected_stock()
-        return call.run_stock()
-
-
 class P2PBackend:
-    """Runs the operation with point-to-point messages between partial GEMMs.
-
-    Args:
-        adapter: has the transports and the postponed weight gradients.
-        plan: how messages are cut and ordered.
-    """
+    """Runs the operation with point-to-point messages between partial GEMMs, which `plan` cuts and orders."""
 
     def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
         self._adapter, self._plan = adapter, plan
@@ -341,75 +307,25 @@ class P2PBackend:
             return CAPTURED
         return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
 
-    def run(self, call: LinearCall) -> LayerOutput:
-        return call.result(self.output(call))
-
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        adapter, target, hooks = self._adapter, call.wgrad_target, call.hooks
-        transport = adapter.transport_of(call.group, call.op)
+        transport = self._adapter.transport_of(call.group, call.op)
         if transport.capturable:
             self._capturable.add(_shapes(call))
-        options: dict[str, Any] = {
-            "group": transport,
-            "plan": self._plan,
-            "observer": hooks.overlapped,
-        }
-        if target is not None:
-            options["main_grad"] = target.main_grad
-            options["weight_done"] = None if checked else target.written
+        options: dict[str, Any] = {"group": transport, "plan": self._plan, "observer": call.hooks.overlapped}
+        options |= {"main_grad": call.main_grad, "weight_done": call.weight_done}
         if call.op == "ag_gemm":
-            on_save = None if checked else hooks.saved
-            return all_gather_linear(call.x, call.weight, call.bias, on_save=on_save, **options)
-        deferred_wgrad = None if checked else self._adapter.deferred_wgrad
-        if call.op == "copy_gemm":
-            return copy_linear(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
-        options["skip_output"] = call.skip_output and not checked
-        if call.op == "gemm_rs":
-            return linear_reduce_scatter(call.x, call.weight, call.bias, **options)
-        return linear_all_reduce(call.x, call.weight, call.bias, deferred_wgrad=deferred_wgrad, **options)
+            options["on_save"] = None if checked else call.hooks.saved
+        if call.op in ("copy_gemm", "gemm_ar"):
+            options["deferred_wgrad"] = None if checked else self._adapter.deferred_wgrad
+        if call.op in ("gemm_rs", "gemm_ar"):
+            options["skip_output"] = call.skip_output and not checked
+        return LINEAR_OPS[call.op](call.x, call.weight, call.bias, **options)
 
 
-class CheckedBackend:
-    """Runs a call on another backend and on the reference operation, and compares forward and backward.
-
-    Args:
-        check: judges the differences.
-        backend: the backend under test.
-    """
-
-    def __init__(self, check: Check, backend: OverlapBackend) -> None:
-        self._check, self._backend = check, backend
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        return self._backend.unsupported_reason(call)
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        target = call.wgrad_target
-        subject = self._check.subject(
-            _check_name(call.op, call.weight),
-            call.op,
-            call.group,
-            call.x.device,
-            None if target is None else target.main_grad,
-            None if target is None else target.written,
-        )
-        operation = _CheckedOperation(self._backend, call)
-        return call.result(checked_linear(operation, call.x, call.weight, call.bias, subject))
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckedOperation:
-    """The operation of a call as a function of its tensors."""
-
-    backend: OverlapBackend
-    call: LinearCall
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None
-    ) -> torch.Tensor:
-        target = None if main_grad is None else MainGradTarget(weight, main_grad)
-        call = replace(self.call, x=x, weight=weight, bias=bias, wgrad_target=target)
-        return self.backend.output(call, checked=True)
+def _run_stock(call: LinearCall) -> LayerOutput:
+    """Runs the replaced Megatron method because the autotuner selected or measures it."""
+    call.hooks.counters.stock_selected(*call.hooks.site, call.hooks.forward)
+    return call.run_stock()
 
 
 def _shapes(call: LinearCall) -> tuple[object, ...]:

@@ -37,19 +37,15 @@ class BatchDivision:
     """Each part has half of the sequences."""
 
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See `Division`."""
         return [part.contiguous() for part in x.chunk(2, dim=1)]
 
     def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See `Division`."""
         return self.parts(x)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Division`."""
         return torch.cat(list(parts), dim=1)
 
     def arguments(self, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-        """See `Division`."""
         part = {}
         for name, dim in BATCH_DIMENSION.items():
             value = arguments.get(name)
@@ -60,26 +56,18 @@ class BatchDivision:
 
 
 class SequenceDivision:
-    """The first part has the first rows of every sequence, the second part the rest.
-
-    Args:
-        group: the tensor-parallel ranks, each with a share of both parts.
-        num_first: own rows of the first part.
-    """
+    """The first part has the first rows of every sequence, `num_first` of each rank; the second part has the rest."""
 
     def __init__(self, group: dist.ProcessGroup, num_first: int) -> None:
         self._group, self._num_first = group, num_first
 
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See `Division`: own rows of both parts."""
         return split_rows(x, self._group, self._num_first)
 
     def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See `Division`."""
         return [self._rows(x, number) for number in range(2)]
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Division`: own rows of the sequence."""
         first, second = parts
         return join_rows(first, second, self._group)
 
@@ -104,12 +92,9 @@ class SequenceDivision:
 
 
 def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["auto"]) -> SequenceDivision:
-    """The division of the sequence for `layer` and the layers after it.
+    """The division of the sequence for `layer` and the layers after it; `x` `[S/R, B, H]` are own rows of its input.
 
-    Args:
-        layer: a transformer layer of Megatron.
-        x: `[S/R, B, H]` own rows of its input.
-        split_at: see `config.overlap.TensorOverlap`.
+    `config.overlap.TensorOverlap` describes `split_at`.
     """
     group, num_rows = layer.self_attention.linear_proj.tp_group, x.shape[0]
     if split_at != "auto":
@@ -136,7 +121,7 @@ class SplitCoreAttention:
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """Inside the context the core attention runs on one part. The first part runs first."""
-        attention, forward = self._attention, self._second if number else self._first
+        attention, forward = self._attention, partial(self._run_part, number)
         configured, attention.checkpoint_core_attention = attention.checkpoint_core_attention, False
         try:
             with replaced_forward(self._core, forward):
@@ -144,15 +129,12 @@ class SplitCoreAttention:
         finally:
             attention.checkpoint_core_attention = configured
 
-    def _first(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    def _run_part(
+        self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
-        self._keys = key, value
-        return self._run(partial(self._forward, **kwargs), query, key, value, mask)
-
-    def _second(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> torch.Tensor:
+        if number == 0:
+            self._keys = key, value
+            return self._run(partial(self._forward, **kwargs), query, key, value, mask)
         assert self._keys is not None
         return self._run(partial(self._of_both_keys, **kwargs), query, key, value, mask, *self._keys)
 

@@ -181,12 +181,7 @@ def unsupported_attention_reason(layer: Any) -> str | None:
 
 
 def unsupported_core_attention_reason(
-    core: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    kwargs: dict[str, Any],
+    core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, kwargs: dict[str, Any]
 ) -> str | None:
     """The reason in the arguments of one call of the core attention that keeps query split from it."""
     unknown = sorted(name for name, argument in kwargs.items() if name != "attn_mask_type" and argument is not None)
@@ -200,8 +195,7 @@ def unsupported_core_attention_reason(
         return "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal"
     if core.training and (core.attention_dropout.p if is_local else core.attention_dropout) > 0:
         return "attention dropout: add --attention-dropout 0"
-    reason = _core_feature(core)
-    if reason is not None:
+    if reason := _core_feature(core):
         return reason
     if query.shape[0] != key.shape[0]:
         return "keys come from a cache"
@@ -283,8 +277,7 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
     if not isinstance(layer.cross_attention, IdentityOp):
         return "cross-attention"
     for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-        reason = unsupported_te_reason(linear) if is_te_linear(linear) else None
-        if reason is not None:
+        if is_te_linear(linear) and (reason := unsupported_te_reason(linear)):
             return reason
     for row in (attention.linear_proj, mlp.linear_fc2):
         if not is_te_linear(row) and not isinstance(row, RowParallelLinear):

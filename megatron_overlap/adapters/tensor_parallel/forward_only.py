@@ -18,7 +18,8 @@ from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.autotune.candidates import Call, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
+from megatron_overlap.ops import LinearPlan
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS, default_chunks, most_parts
 
 MARGIN = 0.05
@@ -49,6 +50,9 @@ class Link:
         """The line through two measured times."""
         return cls(few_us, (many_bytes - few_bytes) / max(many_us - few_us, 1e-3))
 
+    def __str__(self) -> str:
+        return f"{self.latency_us:.0f} us, {self.bytes_per_us:.0f} bytes/us"
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
@@ -73,10 +77,8 @@ def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link
 
     Args:
         call: the kind; its `rows` are not read.
-        num_ranks: size of the group.
-        item_bytes: bytes of an element.
-        stock: of the stock collective.
-        p2p: of p2p with one message to each peer.
+        num_ranks, item_bytes: size of the group, and bytes of an element.
+        stock, p2p: of the stock collective, and of p2p with one message to each peer.
         gemm: of the layer.
     """
     row_bytes = item_bytes * (call.in_features if call.op == "ag_gemm" else call.out_features)
@@ -123,11 +125,6 @@ _FEW_BYTES, _MANY_BYTES = 4096, 1024 * 1024
 _FEATURES = 8  # of the GEMM beside the measured communication
 _REPEATS = {_FEW_BYTES: 8, _MANY_BYTES: 3}
 _GEMM_REPEATS = 3
-_P2P: dict[str, Callable[..., torch.Tensor]] = {
-    "ag_gemm": all_gather_linear,
-    "gemm_rs": linear_reduce_scatter,
-    "gemm_ar": linear_all_reduce,
-}
 _ONE_MESSAGE = LinearPlan(chunks_per_rank=1)
 _grad_enabled = torch.is_grad_enabled
 
@@ -167,11 +164,7 @@ class Shape:
 
 
 class ForwardOnlyCalls:
-    """The thresholds of all groups of one session.
-
-    Args:
-        transport: returns the transport of a group for an operation.
-    """
+    """The thresholds of all groups of one session. `transport` returns that of a group for an operation."""
 
     def __init__(self, transport: Callable[[dist.ProcessGroup, str], Transport]) -> None:
         self._transport = transport
@@ -222,12 +215,9 @@ def _gemm(weight: torch.Tensor, slowest: Slowest) -> Gemm:
 
 
 def _communication(call: LinearCall, num_bytes: int, transport: Transport | None) -> float:
-    """Microseconds of the operation of `call` with `num_bytes` of rows and a GEMM of almost nothing.
+    """Microseconds of p2p over `transport`, or of the collective if it is None, with a GEMM of almost nothing.
 
-    Args:
-        call: names group, operation and dtype.
-        num_bytes: of the gathered or reduced rows.
-        transport: of the group, for p2p; None runs the collective.
+    `call` names group, operation and dtype. `num_bytes` are those of the gathered or reduced rows.
     """
     group, size, wide = call.group, call.group.size(), 128
     rows = max(1, num_bytes // (size * wide * call.x.itemsize)) * size
@@ -238,7 +228,7 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 
     def run() -> None:
         if transport is not None:
-            _P2P[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
+            LINEAR_OPS[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
         elif gathers:
             dist.all_gather_into_tensor(gathered, x, group=group)
             torch.mm(gathered, weight.t())
@@ -272,18 +262,11 @@ def _line(threshold: Threshold) -> AutotuneLine:
     call, gemm = threshold.call, threshold.gemm
     name = f"{'column' if call.op == 'ag_gemm' else 'row'} {call.in_features}->{call.out_features}"
     reason = (
-        f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; "
-        f"collective {_line_of(threshold.stock)}; p2p {_line_of(threshold.p2p)}"
+        f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; collective {threshold.stock}; p2p {threshold.p2p}"
     )
     if threshold.measured:
         reason = f"measured: none is faster with fewer rows; {reason}"
-    if math.isinf(threshold.rows):
-        return AutotuneLine(name, call.op, 0, call.dtype, "forward only", "stock", None, None, f"modelled: {reason}")
-    method = f"p2p from {threshold.rows:.0f} rows on"
-    return AutotuneLine(
-        name, call.op, int(threshold.rows), call.dtype, "forward only", method, None, None, f"modelled: {reason}"
-    )
-
-
-def _line_of(link: Link) -> str:
-    return f"{link.latency_us:.0f} us, {link.bytes_per_us:.0f} bytes/us"
+    rows, method = 0, "stock"
+    if not math.isinf(threshold.rows):
+        rows, method = int(threshold.rows), f"p2p from {threshold.rows:.0f} rows on"
+    return AutotuneLine(name, call.op, rows, call.dtype, "forward only", method, None, None, f"modelled: {reason}")

@@ -6,23 +6,16 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
+from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, Candidate
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SymmetricMemory
-from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, FusedTransport, inside_host, open_fused
+from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
-
-_FUSED_OPS: dict[str, Callable[..., torch.Tensor]] = {
-    "ag_gemm": all_gather_linear,
-    "copy_gemm": copy_linear,
-    "gemm_rs": linear_reduce_scatter,
-    "gemm_ar": linear_all_reduce,
-}
 
 
 @lru_cache(maxsize=256)
@@ -95,18 +88,15 @@ class FusedBackend:
         hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).unsupported_reason
         return [FUSED, *([HOPPER] if hopper else [])]
 
-    def run(self, call: LinearCall) -> LayerOutput:
-        return call.result(self.output(call))
-
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        transport, target = self._transports.open(call.group), call.wgrad_target
+        transport = self._transports.open(call.group)
         assert not isinstance(transport, str)
-        return _FUSED_OPS[call.op](
+        return LINEAR_OPS[call.op](
             call.x,
             call.weight,
             call.bias,
             group=FusedMethod(transport, self._plan),
-            main_grad=None if target is None else target.main_grad,
-            weight_done=None if target is None or checked else target.written,
+            main_grad=call.main_grad,
+            weight_done=call.weight_done,
             observer=call.hooks.overlapped,
         )

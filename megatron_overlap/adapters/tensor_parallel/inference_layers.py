@@ -5,18 +5,16 @@ calls below the threshold of forward-only calls run the original. Not yet run on
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput
+from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_capturing, te_communicates, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
-from megatron_overlap.adapters.tensor_parallel.transformer_engine import TECall
-from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.adapters.wrapping import Method, replaces
 from megatron_overlap.session import Session
 
 _FUSED = "Megatron fuses reduce-scatter, norm and all-gather of this layer"
@@ -32,8 +30,7 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight, kind = self.weight, self.parallel_mode
         if self.training or is_capturing(x) or not te_communicates(self):
@@ -48,20 +45,13 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
         op = "gemm_rs" if kind == "row" else "ag_gemm"
         scale = self._parameters.get("layer_norm_weight")
         norm = None if scale is None else functools.partial(_te_rms_norm_kernel, weight=scale, eps=self.eps)
-        hooks = adapter.hooks(kind, op, x, weight)
-        call = InferenceCall(self, kind, op, x, weight, None, self.tp_group, None, hooks, original, norm=norm)
+        hooks, run_stock = adapter.hooks(kind, op, x, weight), functools.partial(original, self, x)
+        call = LinearCall(
+            self, op, x, weight, None, self.tp_group, None, None, hooks, run_stock, lambda output: (output, None), norm
+        )
         return adapter.run(call, _unsupported_reason(self, x))
 
     return forward
-
-
-@dataclass(frozen=True, slots=True)
-class InferenceCall(TECall):
-    """A call of an `inference_optimized` linear, which adds no bias."""
-
-    def result(self, output: torch.Tensor) -> LayerOutput:
-        """See `LinearCall`."""
-        return output, None
 
 
 def _unsupported_reason(layer: Any, x: torch.Tensor) -> str | None:

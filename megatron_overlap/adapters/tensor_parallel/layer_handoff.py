@@ -28,7 +28,6 @@ class InputPart:
     part: torch.Tensor
 
     def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
         return self.part
 
 
@@ -37,11 +36,9 @@ class PendingAdd:
     """Output of the attention or the MLP for one part, before dropout and residual.
 
     Attributes:
-        layer: the transformer layer.
-        bias_dropout_add: of the layer, for this output.
+        bias_dropout_add: of the transformer layer, for this output.
         output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
         arrive: waits for that sum; returns it.
-        residual: added to the output.
     """
 
     layer: Any
@@ -51,7 +48,6 @@ class PendingAdd:
     residual: torch.Tensor
 
     def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
         layer = self.layer
         summed = self.arrive(self.output[0]), self.output[1]
         with layer.bias_dropout_add_exec_handler():
@@ -65,9 +61,7 @@ class PendingOutput:
     """The output of a layer, in parts whose sums over ranks may be in flight.
 
     Attributes:
-        parts: of the micro-batch.
         slot: position of the last part in the order of the backward pass; see `Slots`.
-        division: joins the parts.
         placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
     """
 
@@ -83,11 +77,8 @@ class PendingOutput:
 class PendingEmbedding:
     """The output of an embedding whose sum over ranks has not started: the layer that reads it knows its parts.
 
-    Args:
-        terms: `[S, B, H]` the term of this rank: zero for tokens of other ranks.
-        group: the ranks, with sequence parallelism.
-
     Attributes:
+        terms: `[S, B, H]` the term of this rank: zero for tokens of other ranks.
         placeholder: what Megatron passes to the block: own rows `[S/R, B, H]` of NaN.
     """
 

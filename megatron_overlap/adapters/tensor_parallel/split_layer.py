@@ -1,16 +1,15 @@
 """A transformer layer on two parts of its micro-batch, or of each sequence.
 
 The modules of the layer run unchanged, once for each part. While the attention or the MLP of a part runs,
-`LinearAdapter.assign` gives its linear layers a backend.
+`LinearAdapter.assign` changes what runs its linear layers.
 
 - `SplitLayer`: without sequence parallelism. See `ops/tensor_parallel/batch_overlap.py` for the order.
-- `SplitShardedLayer`: with it. A step is the attention or the MLP of one part, and the backend of its linear layers. In
-  its middle the step starts the next step of the other part. See `ops/tensor_parallel/split_linear.py` for the order.
+- `SplitShardedLayer`: with it. A step is the attention or the MLP of one part. In its middle it starts the next step of
+  the other part. See `ops/tensor_parallel/split_linear.py` for the order.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,71 +23,11 @@ from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingAdd, PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
-from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.tensor_parallel.batch_overlap import (
-    Reduction,
-    Slots,
-    arrived,
-    column_half,
-    entered,
-    row_half,
-)
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Reduction, Slots, arrived, column_half, entered, row_half
 from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
-from megatron_overlap.ops.tensor_parallel.split_linear import (
-    column_part,
-    gathered,
-    row_part,
-    scattered,
-    summed_part,
-)
+from megatron_overlap.ops.tensor_parallel.split_linear import column_part, gathered, row_part, scattered, summed_part
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
-
-
-@dataclass(frozen=True)
-class BatchOverlapBackend:
-    """Runs the linear layers of one part of a micro-batch in the attention or the MLP of a layer.
-
-    Attributes:
-        forward: the all-reduce of the row-parallel layer's output.
-        backward: the all-reduce of the column-parallel layer's input gradient.
-        deferred_wgrad: postpones the weight gradients.
-        buffer_pool: temporary buffers of the weight gradients.
-        before: called in backward before the wait for `backward`.
-        slot: position of that wait in the order of the backward pass.
-    """
-
-    forward: Reduction
-    backward: Reduction
-    deferred_wgrad: DeferredWgrad
-    buffer_pool: BufferPool
-    before: Callable[[], object] | None
-    slot: int | None
-
-    def arrive(self, output: torch.Tensor) -> torch.Tensor:
-        """Waits for the all-reduce of the row-parallel layer's `output`."""
-        return arrived(output, self.forward)
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """None: the checks of the whole transformer layer cover its linear layers."""
-        return None
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`. The all-reduce of a row-parallel layer is in flight when this returns."""
-        if call.norm is not None:
-            call = call.normalized()
-        target, observer = call.wgrad_target, call.hooks.overlapped
-        if target is None:
-            into = WgradTarget(buffer_pool=self.buffer_pool)
-        else:
-            into = WgradTarget(target.main_grad, target.written, self.buffer_pool)
-        if call.op == "gemm_ar":
-            return call.result(
-                row_half(call.x, call.weight, self.forward, self.deferred_wgrad, into, observer, call.skip_output)
-            )
-        x = entered(call.x, self.backward, self.before, self.slot)
-        output = column_half(x, call.weight, call.bias, self.backward, self.deferred_wgrad, into, observer)
-        return call.result(output)
 
 
 class SplitLayer:
@@ -108,47 +47,52 @@ class SplitLayer:
         the MLP of the other part beside it, so all weight gradients postponed until then run there; the remaining ones
         run at the last.
         """
-        layer, attention, mlp = self._layer, self._layer.self_attention, self._layer.mlp
-        slots = [pending.slot]
-        attended: list[PendingAdd] = []
-        for number, part in enumerate(pending.parts):
-            x = part.complete()
-            before = functools.partial(self._deferred_wgrad.run, None) if number == 0 else None
-            backend = self._backend(before, slots[-1])
-            linears = getattr(attention, "linear_qkv", None), attention.linear_proj
-            with self._adapter.assign(linears, backend):
-                normed = layer.input_layernorm(x)
-                slots.append(Slots.reserve())
-                output = attention(normed, **pending.division.arguments(arguments, number))
-            attended.append(PendingAdd(layer, layer.self_attn_bda, output, backend.arrive, x))
-        outputs: list[PendingAdd] = []
-        for number, added in enumerate(attended):
-            x = added.complete()
-            before = functools.partial(self._deferred_wgrad.run, 1) if number == 1 else None
-            backend = self._backend(before, slots[-1])
-            with self._adapter.assign((mlp.linear_fc1, mlp.linear_fc2), backend):
-                normed = layer.pre_mlp_layernorm(x)
-                slots.append(Slots.reserve())
-                output = mlp(normed)
-            outputs.append(PendingAdd(layer, layer.mlp_bda, output, backend.arrive, x))
-        return PendingOutput(arguments["hidden_states"], outputs, slots[-1], pending.division)
+        attention, mlp, run_wgrad = _attention(self._layer), _mlp(self._layer), self._deferred_wgrad.run
+        (a, b), slot, division = pending.parts, pending.slot, pending.division
+        attended_a, slot = self._compute(attention, a, division.arguments(arguments, 0), partial(run_wgrad, None), slot)
+        attended_b, slot = self._compute(attention, b, division.arguments(arguments, 1), None, slot)
+        output_a, slot = self._compute(mlp, attended_a, {}, None, slot)
+        output_b, slot = self._compute(mlp, attended_b, {}, partial(run_wgrad, 1), slot)
+        return PendingOutput(arguments["hidden_states"], (output_a, output_b), slot, division)
 
-    def _backend(self, before: Callable[[], object] | None, slot: int | None) -> BatchOverlapBackend:
+    def _compute(
+        self,
+        block: _Block,
+        source: PendingPart,
+        arguments: dict[str, Any],
+        before: Callable[[], object] | None,
+        slot: int | None,
+    ) -> tuple[PendingAdd, int | None]:
+        """One part in the attention or the MLP; returns its output, and the slot of the next one.
+
+        Backward calls `before`, and then waits for the sum of the input gradient, at `slot`.
+        """
+        x = source.complete()
         forward, backward = (Reduction(self._group, serial=self._adapter.serial) for _ in range(2))
-        return BatchOverlapBackend(forward, backward, self._deferred_wgrad, self._buffer_pool, before, slot)
+
+        def run(call: LinearCall) -> LayerOutput:
+            """Runs a linear layer. The all-reduce of a row-parallel layer is in flight when this returns."""
+            call = call.normalized()
+            target = WgradTarget(call.main_grad, call.weight_done, self._buffer_pool)
+            options = self._deferred_wgrad, target, call.hooks.overlapped
+            if call.op == "gemm_ar":
+                return call.result(row_half(call.x, call.weight, forward, *options, call.skip_output))
+            inside = entered(call.x, backward, before, slot)
+            return call.result(column_half(inside, call.weight, call.bias, backward, *options))
+
+        with self._adapter.assign((block.column, block.row), run):
+            normed = block.norm(x)
+            next_slot = Slots.reserve()
+            output = block.module(normed, **arguments)
+        arrive = partial(arrived, reduction=forward)
+        return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, x), next_slot
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """The attention or the MLP of a layer.
+    """The attention or the MLP of a layer, the norm before it, and its first and last linear layer.
 
-    Attributes:
-        layer: the transformer layer.
-        module: the attention or the MLP.
-        norm: runs before `module`.
-        column: first linear of `module`; a TransformerEngine layer may hold the norm instead.
-        row: last linear of `module`.
-        bias_dropout_add: adds the residual to the output.
+    In TransformerEngine `column` may hold the norm.
     """
 
     layer: Any
@@ -172,7 +116,7 @@ class _Block:
 
 def _attention(layer: Any) -> _Block:
     attention = layer.self_attention
-    linears = attention.linear_qkv, attention.linear_proj
+    linears = getattr(attention, "linear_qkv", None), attention.linear_proj
     return _Block(layer, attention, layer.input_layernorm, *linears, layer.self_attn_bda)
 
 
@@ -181,92 +125,70 @@ def _mlp(layer: Any) -> _Block:
     return _Block(layer, layer.mlp, layer.pre_mlp_layernorm, *linears, layer.mlp_bda)
 
 
+@dataclass(eq=False, slots=True)
 class EmbeddedPart:
-    """One part of the output of the embedding, whose sum over ranks may be incomplete: a `PendingPart`.
+    """One part of the output of the embedding, the arguments of `summed_part`: a `PendingPart`."""
 
-    Args:
-        terms: `[rows, B, H]` all rows of the part, the term of this rank.
-        messages: of the sum.
-        observer: called in every pass.
-    """
-
-    def __init__(self, terms: torch.Tensor, messages: PartMessages, observer: Observer) -> None:
-        self._terms, self._messages, self._observer = terms, messages, observer
-        self._sum: torch.Tensor | None = None
+    terms: torch.Tensor
+    messages: PartMessages
+    observer: Observer
+    _sum: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor:
         """Starts the sum; returns own rows, incomplete."""
         if self._sum is None:
-            self._sum = summed_part(self._terms, self._messages, self._observer)
+            self._sum = summed_part(self.terms, self.messages, self.observer)
         return self._sum
 
     def complete(self) -> torch.Tensor:
-        """See `PendingPart`."""
-        return scattered(self.begin(), self._messages)
+        return scattered(self.begin(), self.messages)
 
 
+@dataclass(eq=False, slots=True)
 class _Step:
-    """One part in the attention or the MLP of a layer: a `PendingPart`, and the `LinearBackend` of its linear layers.
-
-    Args:
-        block: the attention or the MLP.
-        adapter: assigns the backend.
-        source: the input of the block.
-        messages: of this step.
-        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
+    """One part in the attention or the MLP of a layer: a `PendingPart` that runs its linear layers.
 
     Attributes:
+        source: the input of the block.
+        before: the messages of the same part's step before, whose output `source` completes; None if it is complete.
         slot: where backward runs the nodes of another step: before the column-parallel GEMM of this one; see `Slots`.
     """
 
-    def __init__(
-        self,
-        block: _Block,
-        adapter: LinearAdapter,
-        source: PendingPart,
-        messages: PartMessages,
-        before: PartMessages | None = None,
-    ) -> None:
-        self._block, self._adapter, self._source, self.messages, self._before = block, adapter, source, messages, before
-        self._x: torch.Tensor | None = None
-        self._gathered: torch.Tensor | None = None
-        self._other: _Step | None = None
-        self.slot: int | None = None
+    block: _Block
+    adapter: LinearAdapter
+    source: PendingPart
+    messages: PartMessages
+    before: PartMessages | None = None
+    slot: int | None = None
+    _x: torch.Tensor | None = None
+    _gathered: torch.Tensor | None = None
+    _other: _Step | None = None
 
     def complete(self) -> torch.Tensor:
         """See `PendingPart`: the input of the block, for a layer that runs on the whole micro-batch."""
         self.messages.abandon()
-        return self._source.complete() if self._x is None else self._x
+        return self.source.complete() if self._x is None else self._x
 
     def start(self, slot: int | None = None) -> None:
         """Completes the input, runs the norm, and starts the all-gather. `slot` is their position in backward."""
         if self._gathered is None:
-            self._x = self._source.complete()
-            self._gathered = gathered(self._block.normalized(self._x), self.messages, slot)
+            self._x = self.source.complete()
+            self._gathered = gathered(self.block.normalized(self._x), self.messages, slot)
 
     def compute(self, other: _Step | None, arguments: dict[str, Any]) -> PendingAdd:
         """Runs the block with `arguments`, and in its middle starts `other`. Starts its reduce-scatter."""
         self.start()
         assert self._x is not None
         assert self._gathered is not None
-        block, self._other = self._block, other
-        with self._adapter.assign((block.column, block.row), self), self._polling(self._gathered):
+        block, self._other = self.block, other
+        with self.adapter.assign((block.column, block.row), self._run), self._polling(self._gathered):
             output = block.module(self._gathered, **arguments)
         arrive = partial(scattered, messages=self.messages)
         return PendingAdd(block.layer, block.bias_dropout_add, output, arrive, self._x)
 
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """None: the checks of the whole transformer layer cover its linear layers."""
-        return None
-
-    def run(self, call: LinearCall) -> LayerOutput:
-        """See `LinearBackend`."""
-        target, hooks = call.wgrad_target, call.hooks
-        buffers = self.messages.transport.buffer_pool
-        if target is None:
-            into = WgradTarget(buffer_pool=buffers)
-        else:
-            into = WgradTarget(target.main_grad, target.written, buffers)
+    def _run(self, call: LinearCall) -> LayerOutput:
+        hooks, buffer_pool = call.hooks, self.messages.transport.buffer_pool
+        into = WgradTarget(call.main_grad, call.weight_done, buffer_pool)
         if call.op == "gemm_rs":
             # The last position in this step from which the gather of the other part is hidden.
             self._start_other(now=True)
@@ -286,7 +208,7 @@ class _Step:
     @contextmanager
     def _polling(self, x: torch.Tensor) -> Iterator[None]:
         """On the host, attention inside the context can start the other part's step before and after its softmax."""
-        core = getattr(self._block.module, "core_attention", None)
+        core = getattr(self.block.module, "core_attention", None)
         modules = () if core is None or x.is_cuda else core.named_modules()
         softmax = next((module for name, module in modules if name.endswith("scale_mask_softmax")), None)
         if softmax is None:
@@ -309,7 +231,7 @@ class _Step:
     def _start_other(self, *, now: bool) -> None:
         """Starts the other part's step: at once, or only if the output of its step before has arrived."""
         other = self._other
-        if other is not None and (now or other._before is None or other._before.is_ready("output")):
+        if other is not None and (now or other.before is None or other.before.is_ready("output")):
             other.start(self.slot)
             self._other = None
 
@@ -334,13 +256,7 @@ class SplitShardedLayer:
     def forward(self, pending: PendingOutput, arguments: dict[str, Any], follower: Any) -> PendingOutput:
         """Runs attention of both parts, then the MLP of both parts.
 
-        Args:
-            pending: the input.
-            arguments: of the layer.
-            follower: the layer that completes the output; None if no other layer does.
-
-        Returns:
-            The output: the first steps of `follower`.
+        The output is the first steps of `follower`, the layer that completes it; None if no other layer does.
         """
         steps = self._first_steps(pending.parts)
         division, attention = pending.division, self._layer.self_attention
@@ -371,15 +287,15 @@ class SplitShardedLayer:
         if isinstance(first, _Step) and isinstance(second, _Step):
             return first, second
         block = _attention(self._layer)
-        steps = [
-            _Step(block, self._adapter, part, self._messages(number, self._deferred_wgrad))
-            for number, part in enumerate(parts)
-        ]
+        steps = (
+            _Step(block, self._adapter, first, self._messages(0, self._deferred_wgrad)),
+            _Step(block, self._adapter, second, self._messages(1, self._deferred_wgrad)),
+        )
         steps[0].start()
         if isinstance(second, EmbeddedPart):
             # The first step hides this sum.
             second.begin()
-        return steps[0], steps[1]
+        return steps
 
     def _next(self, block: _Block, output: PendingAdd, before: _Step, number: int) -> _Step:
         """The step that follows `before` on the same part; its input is `output`, the output of `before`."""

@@ -7,22 +7,17 @@ Not yet run on several GPUs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 from megatron.core.transformer.mlp import MLP
 
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, MainGradTarget
+from megatron_overlap.adapters.tensor_parallel.call import NO_MAIN_GRAD, LayerOutput, LinearCall, main_grad_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    EXPERT,
-    te_communicates,
-    unsupported_te_reason,
-)
+from megatron_overlap.adapters.tensor_parallel.eligibility import EXPERT, te_communicates, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
-from megatron_overlap.adapters.wrapping import Method, untraced
+from megatron_overlap.adapters.wrapping import Method, replaces
 from megatron_overlap.session import Session
 
 _OPS = {
@@ -46,8 +41,7 @@ def linear_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
         if tuned and not adapter.assigned:
             weight = self._parameters.get("weight")
@@ -66,8 +60,7 @@ def linear_forward(original: Method, session: Session) -> Method:
 def grouped_linear_forward(original: Method, session: Session) -> Method:
     """Replacement of `TEGroupedLinear.forward`: runs the original, and records that it has nothing to overlap."""
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.counters.exclude(type(self).__name__, EXPERT)
         return original(self, *args, **kwargs)
@@ -83,8 +76,7 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
     """
     adapter = session.adapter(LinearAdapter)
 
-    @untraced
-    @functools.wraps(original)
+    @replaces(original)
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         linears = self.linear_fc1, self.linear_fc2
         if not all(map(te_communicates, linears)):
@@ -100,33 +92,22 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
     return forward
 
 
-@dataclass(frozen=True, slots=True)
-class TECall(LinearCall):
-    """A call of a TransformerEngine linear, with the forward of its class."""
-
-    original: Method
-
-    def run_stock(self) -> LayerOutput:
-        """See `LinearCall`. The stock forward includes the norm, so it takes a call that is not `normalized`."""
-        return self.original(self.layer, self.x)
-
-    def result(self, output: torch.Tensor) -> LayerOutput:
-        layer: Any = self.layer
-        layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
-        if self.kind == "row":
-            return add_row_bias(layer, output)
-        return output, layer.bias if layer.te_return_bias else None
-
-
-def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> TECall:
+def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> LinearCall:
     kind, weight = layer.parallel_mode, layer.weight
     op = _OPS[kind, layer.sequence_parallel]
     # A row-parallel bias is added once, to the sum.
     bias = layer.bias if kind == "column" and layer.use_bias and not layer.te_return_bias else None
-    target = MainGradTarget.of(weight) if layer.fuse_wgrad_accumulation else None
+    into = main_grad_of(weight) if layer.fuse_wgrad_accumulation else NO_MAIN_GRAD
     norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
-    hooks = adapter.hooks(kind, op, x, weight)
-    return TECall(layer, kind, op, x, weight, bias, layer.tp_group, target, hooks, original, norm=norm)
+    hooks, run_stock = adapter.hooks(kind, op, x, weight), functools.partial(original, layer, x)
+
+    def result(output: torch.Tensor) -> LayerOutput:
+        layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
+        if kind == "row":
+            return add_row_bias(layer, output)
+        return output, layer.bias if layer.te_return_bias else None
+
+    return LinearCall(layer, op, x, weight, bias, layer.tp_group, *into, hooks, run_stock, result, norm)
 
 
 def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,13 +3,12 @@
 `schedules.expert_parallel` has the order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import P2PWork, Transfer
+from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules.expert_parallel import ExpertPlan, OwnPiece, Segment, Segments
 
 Rows = tuple[torch.Tensor, ...]
@@ -19,67 +18,43 @@ Compute = Callable[[Segment, Rows], None]
 """`compute(segment, outputs)`: computes these expert rows from the inputs; `outputs` are the rows to write."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertExchange:
-    """The tensors of one pass.
+class ExpertPass:
+    """A pass that has sent its first dispatch messages: other computation overlaps its dispatch until `finish`.
 
-    Attributes:
+    Args:
+        transport: of the ranks.
+        plan: messages and computation.
+        op: name in errors and traces.
         tokens: what dispatch sends, a row for each token.
         inputs: what dispatch receives, a row for each expert row. Own rows are copied.
         outputs: what combine sends, a row for each expert row. Own rows are not used.
         results: what combine receives, a row for each token. Own rows are computed there.
-    """
-
-    tokens: Rows
-    inputs: Rows
-    outputs: Rows
-    results: Rows
-
-    def begin(self, transport: Transport, plan: ExpertPlan, op: str) -> "ExpertPass":
-        """Sends the first dispatch messages. `op` is the name in errors and traces."""
-        transfers = self._transfers(plan)
-        return ExpertPass(self, plan, transport.begin(transfers, op), sum(each.send_bytes for each in transfers))
-
-    def _transfers(self, plan: ExpertPlan) -> list[Transfer]:
-        there = [(_all(self.tokens, each.sent), _all(self.inputs, each.received)) for each in plan.messages]
-        home = [(_all(self.outputs, each.received), _all(self.results, each.sent)) for each in plan.messages]
-        empty = [self.tokens[0].new_empty(0)]
-        return [
-            Transfer(message, send[0], recv[0], tuple(send[1:]), tuple(recv[1:]))
-            for message, (send, recv) in zip(
-                plan.transfers, [(send or empty, recv or empty) for send, recv in (*there, *home)], strict=True
-            )
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertPass:
-    """A pass that has begun: other computation overlaps its dispatch until `finish`.
 
     Attributes:
-        exchange: its tensors.
-        plan: messages and computation.
-        p2p_work: the messages.
         send_bytes: the bytes that this rank sends.
     """
 
-    exchange: ExpertExchange
-    plan: ExpertPlan
-    p2p_work: P2PWork
-    send_bytes: int
+    def __init__(
+        self, transport: Transport, plan: ExpertPlan, op: str, tokens: Rows, inputs: Rows, outputs: Rows, results: Rows
+    ) -> None:
+        self._plan, self._tokens, self.inputs, self._outputs, self.results = plan, tokens, inputs, outputs, results
+        there = [(_all(tokens, each.sent), _all(inputs, each.received)) for each in plan.messages]
+        home = [(_all(outputs, each.received), _all(results, each.sent)) for each in plan.messages]
+        empty = (tokens[0].new_empty(0),)
+        transfers = []
+        for message, (send, recv) in zip(plan.transfers, there + home, strict=True):
+            send, recv = send or empty, recv or empty
+            transfers.append(Transfer(message, send[0], recv[0], send[1:], recv[1:]))
+        self.send_bytes = sum(each.send_bytes for each in transfers)
+        self._p2p_work = transport.begin(transfers, op)
 
     def wait_dispatch(self) -> None:
         """Waits for all dispatch messages."""
-        for index in range(len(self.plan.messages)):
-            self.p2p_work.wait(index)
+        for index in range(len(self._plan.messages)):
+            self._p2p_work.wait(index)
 
     def finish(
-        self,
-        compute: Compute,
-        *,
-        fixed_order: bool,
-        serial: bool = False,
-        fillers: Iterable[Callable[[], None]] = (),
+        self, compute: Compute, *, fixed_order: bool, serial: bool = False, fillers: Iterable[Callable[[], None]] = ()
     ) -> None:
         """Executes the rest of the plan.
 
@@ -90,7 +65,7 @@ class ExpertPass:
             serial: send the results after all computation.
             fillers: computed after all rows, while the last results are sent.
         """
-        plan, p2p_work = self.plan, self.p2p_work
+        plan, p2p_work = self._plan, self._p2p_work
         done = 0
         for index, message in enumerate(plan.messages):
             while done < len(plan.own) and (
@@ -101,7 +76,7 @@ class ExpertPass:
             if message.received:
                 p2p_work.wait(index)
             for segment in message.received:
-                compute(segment, _rows(self.exchange.outputs, segment))
+                compute(segment, _rows(self._outputs, segment))
             if not serial:
                 p2p_work.mark_ready(index + 1)
         for piece in plan.own[done:]:
@@ -115,16 +90,15 @@ class ExpertPass:
         p2p_work.wait_all()
 
     def _compute_own(self, piece: OwnPiece, compute: Compute) -> None:
-        exchange = self.exchange
         for tokens, rows in zip(piece.tokens, piece.rows, strict=True):
-            for source, sink in zip(_rows(exchange.tokens, tokens), _rows(exchange.inputs, rows), strict=True):
+            for source, sink in zip(_rows(self._tokens, tokens), _rows(self.inputs, rows), strict=True):
                 sink.copy_(source)
-            compute(rows, _rows(exchange.results, tokens))
+            compute(rows, _rows(self.results, tokens))
 
 
 def _rows(tensors: Rows, segment: Segment) -> Rows:
     return tuple(tensor[segment.start : segment.stop] for tensor in tensors)
 
 
-def _all(tensors: Rows, segments: Segments) -> Sequence[torch.Tensor]:
-    return [rows for segment in segments for rows in _rows(tensors, segment)]
+def _all(tensors: Rows, segments: Segments) -> Rows:
+    return tuple(rows for segment in segments for rows in _rows(tensors, segment))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,7 @@ class MLPExperts:
     """`activation(x @ fc1[e].T, probs) @ fc2[e].T` for each local expert e.
 
     Attributes:
-        fc1: for each expert its first weight `[F1, H]` and the destination of its gradient.
-        fc2: for each expert its second weight `[H, F2]` and the destination of its gradient.
+        fc1, fc2: for each expert its weights `[F1, H]` and `[H, F2]`, and the destinations of their gradients.
         activation: see `Activation`.
         recompute: backward computes the activation again, so that its output is not saved.
     """
@@ -70,7 +70,7 @@ class MLPExperts:
             output = activated.output.detach()
         else:
             activated, output = Activated(hidden, probs, None), self.activation(hidden, probs)
-        _mm_into(y, output, self.fc2[expert].weight.t(), whole)
+        _mm(output, self.fc2[expert].weight.t(), whole, out=y)
         return activated
 
     def _activate(self, hidden: torch.Tensor, probs: torch.Tensor) -> Activated:
@@ -102,7 +102,7 @@ class MLPExperts:
         for sink, gradient in zip((dhidden, dprobs), gradients, strict=True):
             sink.copy_(gradient)
         output.copy_(activated.output.detach())
-        _mm_into(dx, dhidden, self.fc1[expert].weight, whole)
+        _mm(dhidden, self.fc1[expert].weight, whole, out=dx)
 
     def wgrad(
         self,
@@ -118,10 +118,8 @@ class MLPExperts:
 
         Args:
             experts: the rows of each expert.
-            x: input of the first layer, all rows.
-            dhidden: gradient of its output.
-            activated: input of the second layer.
-            dy: gradient of its output.
+            x, dhidden: input of the first layer and gradient of its output, all rows.
+            activated, dy: input of the second layer and gradient of its output.
             needed: for each of `weights` whether it has a gradient.
             buffer_pool: provides temporary buffers.
 
@@ -133,52 +131,29 @@ class MLPExperts:
             for each, need in zip((*self.fc1, *self.fc2), needed, strict=True)
         ]
         operands = [(dhidden, x, rows) for rows in experts] + [(dy, activated, rows) for rows in experts]
-        calls = [
-            _Product(gradient, grad[rows.start : rows.stop], value[rows.start : rows.stop])
+        calls: list[Callable[[], None]] = [
+            partial(gradient.add, grad[rows.start : rows.stop], value[rows.start : rows.stop])
             for gradient, (grad, value, rows) in zip(gradients, operands, strict=True)
             if gradient is not None
         ]
-        return list(calls), gradients
+        return calls, gradients
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    """Adds `grad.T @ value` to a weight gradient."""
+def _mm(a: torch.Tensor, b: torch.Tensor, whole: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `a @ b`, in `out` if given.
 
-    gradient: WeightGradient
-    grad: torch.Tensor
-    value: torch.Tensor
-
-    def __call__(self) -> None:
-        self.gradient.add(self.grad, self.value)
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, whole: int) -> torch.Tensor:
-    """Return `a @ b`. `a` holds some of the `whole` rows of an expert; each row rounds as in one GEMM over all."""
-    return torch.mm(_padded(a, whole), b)[: a.shape[0]]
-
-
-def _mm_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, whole: int) -> None:
-    """Writes `_mm(a, b, whole)` to `out`."""
-    padded = _padded(a, whole)
-    if padded is a:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(torch.mm(padded, b)[: a.shape[0]])
-
-
-def _padded(a: torch.Tensor, whole: int) -> torch.Tensor:
-    """Return `a`, extended with rows of zeros to `_padded_rows(a, whole)` rows.
-
-    AMX kernels multiply the first columns of the next row by zero, so a NaN there would change a row.
+    `a` holds some of the `whole` rows of an expert; each row rounds as in one GEMM over all. For that `a` is extended
+    with rows of zeros: AMX kernels multiply the first columns of the next row by zero, so a NaN there would change a
+    row.
     """
     rows = _padded_rows(a, whole)
     if rows == a.shape[0]:
-        return a
+        return torch.mm(a, b, out=out)
     padded = a.new_empty(rows, a.shape[1])
     padded[: a.shape[0]] = a
     padded[a.shape[0] :] = 0
-    return padded
+    product = torch.mm(padded, b)[: a.shape[0]]
+    return product if out is None else out.copy_(product)
 
 
 def _padded_rows(a: torch.Tensor, whole: int) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for
-from megatron_overlap.ops.expert_parallel.exchange import ExpertExchange, ExpertPass, Rows
+from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.ops.expert_parallel.experts import Activated, MLPExperts
 from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
@@ -116,20 +116,8 @@ def _saved_tensors_have_hooks() -> bool:
     return active is None or active(True) is not None
 
 
-class _Running(NamedTuple):
-    """A pass between its two autograd nodes.
-
-    Attributes:
-        expert_pass: its messages.
-        result: the tensor that it returns.
-        inputs: the received tokens and probabilities in forward, the received tokens in backward.
-        activated: of each segment, in backward.
-    """
-
-    expert_pass: ExpertPass
-    result: torch.Tensor
-    inputs: tuple[torch.Tensor, ...]
-    activated: dict[Segment, Activated]
+_Running = tuple[ExpertPass, torch.Tensor, dict[Segment, Activated]]
+"""A pass between its two autograd nodes, the tokens that forward received, and in backward what it activated."""
 
 
 @dataclass(slots=True)
@@ -145,19 +133,11 @@ class _Call:
     observer: Observer | None
     running: _Running | None = None
 
-    def begin(
-        self,
-        exchange: ExpertExchange,
-        op: str,
-        result: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        activated: dict[Segment, Activated],
-    ) -> None:
-        """Sends the first messages of a pass; a serial pass receives all of them here."""
-        expert_pass = exchange.begin(self.transport, self.plan, op)
+    def begin(self, expert_pass: ExpertPass, expert_x: torch.Tensor, activated: dict[Segment, Activated]) -> None:
+        """Keeps a pass until `take_running`; a serial pass receives all messages of dispatch here."""
         if self.serial:
             expert_pass.wait_dispatch()
-        self.running = _Running(expert_pass, result, inputs, activated)
+        self.running = expert_pass, expert_x, activated
 
     def take_running(self) -> _Running:
         running, self.running = self.running, None
@@ -190,8 +170,9 @@ class _Begin(torch.autograd.Function):
         x, probs = x.contiguous(), probs.contiguous()
         y = torch.empty_like(x)
         inputs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
-        exchange = ExpertExchange((x, probs), inputs, (call.take("y", x.shape[1], x),), (y,))
-        call.begin(exchange, "expert_parallel", y, inputs, {})
+        outputs = (call.take("y", x.shape[1], x),)
+        expert_pass = ExpertPass(call.transport, plan, "expert_parallel", (x, probs), inputs, outputs, (y,))
+        call.begin(expert_pass, inputs[0], {})
         ctx.call = call
         return x.new_empty(0)
 
@@ -199,22 +180,15 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
-        expert_pass, dx, (expert_x,), activated = call.take_running()
-        (expert_dy,), (_, dprobs) = expert_pass.exchange.inputs, expert_pass.exchange.results
+        expert_pass, expert_x, activated = call.take_running()
+        (expert_dy,), (dx, dprobs) = expert_pass.inputs, expert_pass.results
         output = call.take("activated", experts.fc2[0].weight.shape[1], dx)
         dhidden = call.take("dhidden", experts.fc1[0].weight.shape[0], dx)
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
-            experts.dgrad(
-                segment.expert,
-                call.whole(segment),
-                activated.pop(segment),
-                expert_dy[rows],
-                dhidden[rows],
-                output[rows],
-                *outputs,
-            )
+            given = activated.pop(segment), expert_dy[rows], dhidden[rows], output[rows]
+            experts.dgrad(segment.expert, call.whole(segment), *given, *outputs)
 
         needed = ctx.needs_input_grad[3:]
         fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
@@ -230,18 +204,13 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
-        expert_pass, y, (expert_x, expert_probs), activated = call.take_running()
+        expert_pass, expert_x, activated = call.take_running()
+        (_, expert_probs), (y,) = expert_pass.inputs, expert_pass.results
 
         def compute(segment: Segment, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
-            made = call.experts.forward(
-                segment.expert,
-                call.whole(segment),
-                expert_x[rows],
-                expert_probs[rows],
-                *outputs,
-                keep_output=call.keep_output,
-            )
+            given = segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows]
+            made = call.experts.forward(*given, *outputs, keep_output=call.keep_output)
             if call.needs_grad:
                 activated[segment] = made
 
@@ -260,10 +229,9 @@ class _Finish(torch.autograd.Function):
         activated = dict(zip(ctx.segments, starmap(Activated, batched(saved, 3)), strict=True))
         width = dy.shape[1]
         dx, dprobs = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
-        outputs = (
-            call.take("dx", width, dy),
-            call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs),
-        )
-        exchange = ExpertExchange((dy,), (call.take("dy", width, dy),), outputs, (dx, dprobs))
-        call.begin(exchange, "expert_parallel dgrad", dx, (expert_x,), activated)
+        expert_dprobs = call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs)
+        inputs, outputs = (call.take("dy", width, dy),), (call.take("dx", width, dy), expert_dprobs)
+        op = "expert_parallel dgrad"
+        expert_pass = ExpertPass(call.transport, call.plan, op, (dy,), inputs, outputs, (dx, dprobs))
+        call.begin(expert_pass, expert_x, activated)
         return dy.new_empty(0), None

@@ -60,11 +60,7 @@ def attention_linear_reduce_scatter(
         group: the R ranks, or their transport.
         causal: position i sees positions 0..i only.
         softmax_scale: None is `D ** -0.5`.
-        plan: how messages are cut and ordered; the same on every rank. None uses `LinearPlan()`.
-        main_grad: `[F, Hq/R * D]` buffer that the weight gradient is added to; `w_shard` then gets no gradient, or
-            what `weight_done` returns.
-        weight_done: called in backward when `main_grad` holds the gradient.
-        observer: called in every pass.
+        plan, main_grad, weight_done, observer: as in `all_gather_linear`.
 
     Returns:
         `[S/R, B, F]`, dtype of `q`. S need not be divisible by R: `ChunkLayout` defines the positions of each rank.
@@ -77,17 +73,13 @@ def attention_linear_reduce_scatter(
     _check(q, k, v, w_shard, main_grad)
     plan = plan or LinearPlan()
     if plan.chunks_per_rank is None:
-        plan = replace(plan, chunks_per_rank=_num_chunks(q.shape[0] // transport.size, q.shape[1]))
+        smallest = max(_MIN_CHUNK_POSITIONS, -(-MIN_CHUNK_ROWS // max(1, q.shape[1])))
+        chunks = most_parts(_MAX_CHUNKS_PER_RANK, q.shape[0] // transport.size, smallest, "first")
+        plan = replace(plan, chunks_per_rank=chunks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     call = _Call(transport, plan, causal, scale, WgradTarget(main_grad, weight_done, transport.buffer_pool), observer)
     y: torch.Tensor = _QuerySplit.apply(q, k, v, w_shard, call)
     return y
-
-
-def _num_chunks(positions: int, batch: int) -> int:
-    """Messages a rank's slice of `positions` is cut into."""
-    smallest = max(_MIN_CHUNK_POSITIONS, -(-MIN_CHUNK_ROWS // max(1, batch)))
-    return most_parts(_MAX_CHUNKS_PER_RANK, positions, smallest, "first")
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, main_grad: torch.Tensor | None) -> None:
@@ -233,44 +225,33 @@ class AttentionRows:
     causal: bool
     scale: float
 
-    def _full_keys(self, start: int) -> int:
-        """Number of keys that all queries from `start` on see."""
-        return start if self.causal else self.k.shape[0]
+    def _calls(self, start: int, stop: int) -> list[tuple[slice, bool]]:
+        """The keys of each kernel call, and whether it is causal."""
+        num_full = start if self.causal else self.k.shape[0]
+        full = [(slice(0, num_full), False)] if num_full else []
+        return [*full, (slice(start, stop), True)] if self.causal else full
 
     def forward(self, start: int, stop: int, context: torch.Tensor, lse: torch.Tensor) -> None:
         """Writes rows `[start, stop)` of the result `[rows, B, Hq * D]` and of the log-sum-exp `[B, rows, Hq]`."""
-        q, num_kv = self.q[start:stop], self.k.shape[2]
-        num_keys = self._full_keys(start)
+        q, num_kv, num_rows = self.q[start:stop], self.k.shape[2], stop - start
         context = context.view(q.shape)
-        full = square = None
-        if num_keys:
-            keys = slice(0, num_keys)
-            out, log = flash_forward(
-                _group_queries(q, num_kv), _rows(self.k[keys]), _rows(self.v[keys]), causal=False, scale=self.scale
-            )
-            full = _ungroup_queries(out, stop - start), log.reshape(lse.shape[0], -1, stop - start).transpose(1, 2)
-        if self.causal:
-            keys = slice(start, stop)
-            out, log = flash_forward(_rows(q), _rows(self.k[keys]), _rows(self.v[keys]), causal=True, scale=self.scale)
-            square = out.permute(2, 0, 1, 3), log.transpose(1, 2)
-        if full is None or square is None:
-            out, log = full or square  # type: ignore[misc]
-            context.copy_(out)
-            lse.copy_(log)
+        outs, logs = [], []
+        for keys, causal in self._calls(start, stop):
+            queries = _rows(q) if causal else _group_queries(q, num_kv)
+            out, log = flash_forward(queries, _rows(self.k[keys]), _rows(self.v[keys]), causal=causal, scale=self.scale)
+            outs.append(out.permute(2, 0, 1, 3) if causal else _ungroup_queries(out, num_rows))
+            logs.append(log.reshape(lse.shape[0], -1, num_rows).transpose(1, 2))
+        if len(outs) == 1:
+            context.copy_(outs[0])
+            lse.copy_(logs[0])
             return
         # The share of the square in the sum of both: e^b / (e^a + e^b).
-        share = torch.sigmoid(square[1] - full[1]).transpose(0, 1).unsqueeze(-1)
-        context.copy_(torch.lerp(full[0].to(share.dtype), square[0].to(share.dtype), share))
-        torch.logaddexp(full[1], square[1], out=lse)
+        share = torch.sigmoid(logs[1] - logs[0]).transpose(0, 1).unsqueeze(-1)
+        context.copy_(torch.lerp(outs[0].to(share.dtype), outs[1].to(share.dtype), share))
+        torch.logaddexp(logs[0], logs[1], out=lse)
 
     def backward(
-        self,
-        start: int,
-        stop: int,
-        dcontext: torch.Tensor,
-        context: torch.Tensor,
-        lse: torch.Tensor,
-        dq: torch.Tensor,
+        self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Gradients of rows `[start, stop)`. `forward` wrote `context` and `lse`; `dq` `[rows, B, Hq, D]` is written.
 
@@ -280,15 +261,11 @@ class AttentionRows:
         q, num_kv = self.q[start:stop], self.k.shape[2]
         rows = dcontext.view(q.shape), q, context.view(q.shape)
         log = lse.transpose(1, 2)
-        calls: list[tuple[slice, bool, list[torch.Tensor], torch.Tensor]] = []
-        if num_keys := self._full_keys(start):
-            grouped = log.reshape(log.shape[0], num_kv, -1)
-            calls.append((slice(0, num_keys), False, [_group_queries(x, num_kv) for x in rows], grouped))
-        if self.causal:
-            calls.append((slice(start, stop), True, [_rows(x) for x in rows], log))
         terms: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
         parts: list[torch.Tensor] = []
-        for keys, causal, (dout, queries, out), part_lse in calls:
+        for keys, causal in self._calls(start, stop):
+            dout, queries, out = (_rows(x) if causal else _group_queries(x, num_kv) for x in rows)
+            part_lse = log if causal else log.reshape(log.shape[0], num_kv, -1)
             k, v = _rows(self.k[keys]), _rows(self.v[keys])
             part, dk, dv = flash_backward(dout, queries, k, v, out, part_lse, causal=causal, scale=self.scale)
             parts.append(part.permute(2, 0, 1, 3) if causal else _ungroup_queries(part, stop - start))

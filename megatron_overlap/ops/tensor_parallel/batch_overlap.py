@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.call import Observer, check_operands
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
-from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
+from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
 
 
 def can_be_ordered() -> bool:
@@ -58,11 +58,7 @@ class Reduction:
     """An asynchronous all-reduce of one tensor at a time, by the collective of the group.
 
     The computation of the other half hides it as a whole, so it needs no chunks. All ranks call the collectives of the
-    group in program order.
-
-    Args:
-        group: the R ranks.
-        serial: wait in `start`, to measure the time without overlap.
+    group in program order. With `serial` it waits in `start`, to measure the time without overlap.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, serial: bool = False) -> None:
@@ -101,14 +97,20 @@ def entered(
 
     `slot` is the position of the wait in the backward pass; see `Slots`.
     """
-    y: torch.Tensor = _Entered.apply(x, reduction, before)
+
+    def wait() -> None:
+        if before is not None:
+            before()
+        reduction.wait()
+
+    y: torch.Tensor = Identity.apply(x, None, wait)
     Slots.put(y, slot)
     return y
 
 
 def arrived(y: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """The result `y` of a `row_half`, after its sum is complete."""
-    result: torch.Tensor = _Arrived.apply(y, reduction)
+    result: torch.Tensor = Identity.apply(y, reduction.wait, None)
     return result
 
 
@@ -128,8 +130,7 @@ def column_half(
         w: `[F/R, K]` own rows of the weight.
         bias: `[F/R]` or None.
         reduction: for this half of this layer.
-        deferred_wgrad: gets the weight gradient.
-        target: destination of the weight gradient.
+        deferred_wgrad: gets the weight gradient, for `target`.
         observer: called in every pass.
 
     Returns:
@@ -138,8 +139,8 @@ def column_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _HalfCall(x, w, bias, reduction, deferred_wgrad, target or WgradTarget(), observer)
-    y: torch.Tensor = _ColumnHalf.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call)
+    call = PartCall(x, w, bias, deferred_wgrad, target, observer)
+    y: torch.Tensor = _ColumnHalf.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, reduction)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
@@ -166,69 +167,67 @@ def row_half(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _HalfCall(x, w_shard, None, reduction, deferred_wgrad, target or WgradTarget(), observer)
-    y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, skip_output)
+    call = PartCall(x, w_shard, None, deferred_wgrad, target, observer)
+    y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, reduction, skip_output)
     return y.view(*x.shape[:-1], w_shard.shape[0])
 
 
-class _HalfCall:
-    """The options of one GEMM: everything but tensors that autograd differentiates."""
+class PartCall:
+    """The options of one GEMM of a part: everything but tensors that autograd differentiates."""
 
     def __init__(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        reduction: Reduction,
         deferred_wgrad: DeferredWgrad,
-        target: WgradTarget,
+        target: WgradTarget | None,
         observer: Observer | None,
     ) -> None:
-        check_operands(x, w, bias, target.main_grad, "x")
-        self.weight, self.reduction = w, reduction
-        self._deferred_wgrad, self._target, self._observer = deferred_wgrad, target, observer
+        self._target = target or WgradTarget()
+        check_operands(x, w, bias, self._target.main_grad, "x")
+        self.weight, self.deferred_wgrad, self._observer = w, deferred_wgrad, observer
+        # Inside the autograd function gradients are disabled.
+        self.saves_input = torch.is_grad_enabled() and w.requires_grad
 
-    def count(self, direction: str, num_bytes: int = 0) -> None:
+    def report(self, direction: str, num_bytes: int = 0) -> None:
+        """Reports a pass to the observer."""
         if self._observer is not None:
             self._observer(direction, num_bytes)
 
-    def defer_wgrad(self, dy: torch.Tensor, x: torch.Tensor | None) -> None:
-        if x is not None:
-            self._deferred_wgrad.put(self.weight, dy, x, self._target)
-            self.count("wgrad")
+    def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
+        """Postpones the weight gradient `dy.T @ x`."""
+        self.deferred_wgrad.put(self.weight, dy, x, self._target)
+        self.report("wgrad")
 
 
-class _Entered(torch.autograd.Function):
+class Identity(torch.autograd.Function):
+    """`x` itself, after `on_forward()`; backward passes the gradient on, after `on_backward()`."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, reduction: Reduction, before: Callable[[], object] | None) -> torch.Tensor:
-        ctx.reduction, ctx.before = reduction, before
+    def forward(
+        ctx: Any, x: torch.Tensor, on_forward: Callable[[], object] | None, on_backward: Callable[[], object] | None
+    ) -> torch.Tensor:
+        ctx.on_backward = on_backward
+        if on_forward is not None:
+            on_forward()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.before is not None:
-            ctx.before()
-        ctx.reduction.wait()
+        if ctx.on_backward is not None:
+            ctx.on_backward()
         return grads[0], None, None
-
-
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        reduction.wait()
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0], None
 
 
 class _ColumnHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: _HalfCall) -> torch.Tensor:
-        ctx.save_for_backward(x if call.weight.requires_grad else None, w)
-        ctx.call = call
-        call.count("forward")
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: PartCall, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if call.saves_input else None, w)
+        ctx.call, ctx.reduction = call, reduction
+        call.report("forward")
         return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
 
     @staticmethod
@@ -238,20 +237,23 @@ class _ColumnHalf(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = dy @ w
-            call.count("dgrad", call.reduction.start(dx))
-        call.defer_wgrad(dy, x)
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None
+            call.report("dgrad", ctx.reduction.start(dx))
+        if x is not None:
+            call.defer_wgrad(dy, x)
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _RowHalf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _HalfCall, skip_output: bool) -> torch.Tensor:
-        ctx.save_for_backward(x if call.weight.requires_grad else None, w)
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, call: PartCall, reduction: Reduction, skip_output: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if call.saves_input else None, w)
         ctx.call = call
         if skip_output:
-            return skipped_output(x, x.shape[0], w.shape[0], call.count)
+            return skipped_output(x, x.shape[0], w.shape[0], call.report)
         y = torch.mm(x, w.t())
-        call.count("forward", call.reduction.start(y))
+        call.report("forward", reduction.start(y))
         return y
 
     @staticmethod
@@ -260,6 +262,7 @@ class _RowHalf(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dx = dy @ w if ctx.needs_input_grad[0] else None
         if dx is not None:
-            call.count("dgrad")
-        call.defer_wgrad(dy, x)
-        return dx, None, None, None
+            call.report("dgrad")
+        if x is not None:
+            call.defer_wgrad(dy, x)
+        return dx, None, None, None, None

@@ -14,6 +14,7 @@ backward order and the all-gather of the sums are not from a paper.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -111,11 +112,7 @@ def linear_reduce_scatter(
         x: `[S, ..., K/R]` all rows; its leading dimensions are flattened to rows.
         w_shard: `[F, K/R]` own columns of the weight.
         bias: `[F]`, added once, after the sum.
-        group: as in `all_gather_linear`.
-        plan: as in `all_gather_linear`.
-        main_grad: as in `all_gather_linear`.
-        weight_done: as in `all_gather_linear`.
-        observer: as in `all_gather_linear`.
+        group, plan, main_grad, weight_done, observer: as in `all_gather_linear`.
         skip_output: for a recomputed call whose output no code reads: forward computes and sends nothing, and the
             output is NaN. The same on every rank. Backward is unchanged.
 
@@ -161,8 +158,7 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
         if call.save_input and call.on_save is not None:
             ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
-        if call.observer is not None:
-            call.observer("forward", gather.num_bytes)
+        call.report("forward", gather.num_bytes)
         return y
 
     @staticmethod
@@ -187,11 +183,9 @@ class _AllGatherLinear(torch.autograd.Function):
             dw = wgrad.result()
         if scatter is not None:
             dx = scatter.finish()
-        if call.observer is not None:
-            if dx is not None:
-                call.observer("dgrad", (dy.shape[0] - dx.shape[0]) * dx.shape[1] * dx.element_size())
-            if need_w:
-                call.observer("wgrad", 0 if gather is None else gather.num_bytes)
+            call.report("dgrad", (dy.shape[0] - dx.shape[0]) * dx.shape[1] * dx.element_size())
+        if need_w:
+            call.report("wgrad", 0 if gather is None else gather.num_bytes)
         dbias = dy.sum(0) if need_bias else None
         if ctx.saved_input is not None:
             ctx.saved_input.release()
@@ -205,10 +199,9 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.call, method = call, call.method
         if call.skip_output:
             num_rows = ChunkLayout(x.shape[0], method.size).shard_rows(method.rank)
-            return skipped_output(x, num_rows, w.shape[0], call.observer)
+            return skipped_output(x, num_rows, w.shape[0], call.report)
         y = method.scatter(x, w.t(), "linear_reduce_scatter").finish()
-        if call.observer is not None:
-            call.observer("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())
+        call.report("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())
         return y
 
     @staticmethod
@@ -225,12 +218,11 @@ class _LinearReduceScatter(torch.autograd.Function):
             gather.wgrad(wgrad, x=x)
         gather.finish()
         dw = None if wgrad is None else wgrad.result()
-        if call.observer is not None:
-            # Both gradients use one gather. It is counted for the first.
-            if need_x:
-                call.observer("dgrad", gather.num_bytes)
-            if need_w:
-                call.observer("wgrad", 0 if need_x else gather.num_bytes)
+        # Both gradients use one gather. It is counted for the first.
+        if need_x:
+            call.report("dgrad", gather.num_bytes)
+        if need_w:
+            call.report("wgrad", 0 if need_x else gather.num_bytes)
         return dx, dw, None
 
 
@@ -340,11 +332,10 @@ class _LinearAllReduce(torch.autograd.Function):
         ctx.save_for_backward(x if call.save_input else None, w)
         ctx.call = call
         if call.skip_output:
-            return skipped_output(x, x.shape[0], w.shape[0], call.observer)
+            return skipped_output(x, x.shape[0], w.shape[0], call.report)
         total = call.method.all_reduce(x, w.t(), "linear_all_reduce")
         y = total.finish()
-        if call.observer is not None:
-            call.observer("forward", total.num_bytes)
+        call.report("forward", total.num_bytes)
         return y
 
     @staticmethod
@@ -360,11 +351,10 @@ class _LinearAllReduce(torch.autograd.Function):
             wgrad = WeightGradient(w, call.target)
             wgrad.add(dy, x)
             dw = wgrad.result()
-        if call.observer is not None:
-            if need_x:
-                call.observer("dgrad", 0)
-            if need_w:
-                call.observer("wgrad", 0)
+        if need_x:
+            call.report("dgrad")
+        if need_w:
+            call.report("wgrad")
         return dx, dw, None
 
 
@@ -373,12 +363,10 @@ class _CopyLinear(torch.autograd.Function):
     def forward(
         ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
-        y = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
         ctx.save_for_backward(x if call.save_input else None, w)
         ctx.call = call
-        if call.observer is not None:
-            call.observer("forward", 0)
-        return y
+        call.report("forward")
+        return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
 
     @staticmethod
     def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -389,18 +377,25 @@ class _CopyLinear(torch.autograd.Function):
         pieces = [] if wgrad is None else wgrad.pieces(dy, x, call.method.wgrad_pieces)
         if call.deferred_wgrad is not None:
             pieces += call.deferred_wgrad.take()
-        dx = total = None
+        dx = None
         if need_x:
             total = call.method.all_reduce(dy, w, "copy_linear dgrad", work_follows=bool(pieces))
             total.run_beside(pieces)
             dx = total.finish()
+            call.report("dgrad", total.num_bytes)
         else:
             for piece in pieces:
                 piece()
         dw = None if wgrad is None else wgrad.result()
-        if call.observer is not None:
-            if total is not None:
-                call.observer("dgrad", total.num_bytes)
-            if need_w:
-                call.observer("wgrad", 0)
+        if need_w:
+            call.report("wgrad")
         return dx, dw, dy.sum(0) if need_bias else None, None
+
+
+LINEAR_OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "ag_gemm": all_gather_linear,
+    "copy_gemm": copy_linear,
+    "gemm_rs": linear_reduce_scatter,
+    "gemm_ar": linear_all_reduce,
+}
+"""The operations by the names of the report."""

@@ -62,9 +62,6 @@ class LinearMethod(ABC):
     """Communication of the linear layers between the ranks of one group.
 
     Attributes:
-        rank: own rank in the group.
-        size: number of ranks.
-        buffer_pool: buffers of the operations.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient.
         wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
         concurrent: an operation may begin before an earlier one has finished, also in a later call.
@@ -106,11 +103,7 @@ class LinearOptions(NamedTuple):
     """The options of one call of a linear layer: everything but tensors that autograd differentiates.
 
     Attributes:
-        method: communicates.
-        target: destination of the weight gradient.
-        observer: called in every pass.
-        num_rows: rows of all ranks, for an all-gather.
-        version: of the input, for an all-gather.
+        num_rows, version: rows of all ranks, and version of the input, for an all-gather.
         save_input: forward saves the input for the weight gradient.
         on_save: called in forward with a saved input, for an all-gather.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
@@ -129,11 +122,15 @@ class LinearOptions(NamedTuple):
     deferred_weight: torch.Tensor | None = None
     skip_output: bool = False
 
+    def report(self, direction: str, num_bytes: int = 0) -> None:
+        """Reports a pass to the observer."""
+        if self.observer is not None:
+            self.observer(direction, num_bytes)
 
-def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Observer | None) -> torch.Tensor:
+
+def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Observer) -> torch.Tensor:
     """NaN in place of an output `[num_rows, features]` that no code reads. All elements share one number in memory."""
-    if observer is not None:
-        observer("skipped forward", 0)
+    observer("skipped forward", 0)
     return x.new_full((), float("nan")).expand(num_rows, features)
 
 

@@ -26,8 +26,7 @@ class NodesMethod(LinearMethod):
 
     Args:
         inside: method between the ranks of this node.
-        between: messages between all ranks.
-        nodes: placement of the ranks.
+        between, nodes: messages between all ranks, and their placement.
         reduces: runs all-reduces between all ranks.
     """
 
@@ -53,11 +52,7 @@ class NodesMethod(LinearMethod):
 class NodesGather:
     """An all-gather over several nodes; see `Gather`. `finish` computes node by node as rows arrive.
 
-    Args:
-        inside: method between the ranks of this node.
-        between: messages between all ranks.
-        nodes: placement of the ranks.
-        shard, num_rows, op: as of `LinearMethod.gather`.
+    The arguments are those of `NodesMethod` and of `LinearMethod.gather`.
     """
 
     def __init__(
@@ -135,9 +130,7 @@ class NodesGather:
 class NodesScatter:
     """A GEMM + reduce-scatter over several nodes; see `Scatter`.
 
-    Args:
-        inside, between, nodes: as of `NodesGather`.
-        a, b, op, meanwhile: as of `LinearMethod.scatter`.
+    The arguments are those of `NodesMethod` and of `LinearMethod.scatter`.
     """
 
     def __init__(

@@ -98,8 +98,14 @@ class LinearPlan:
         Raises:
             ValueError: the pattern is `ring`.
         """
-        chunks, split = self._all_reduce_parts(num_rows), self.split or "edge"
-        return _all_reduce_schedule(transport.size, transport.rank, chunks, self.pattern or "direct", split, gathers)
+        return _all_reduce_schedule(
+            transport.size,
+            transport.rank,
+            chunks_per_rank=self._all_reduce_parts(num_rows),
+            pattern=self.pattern or "direct",
+            split=self.split or "edge",
+            gathers=gathers,
+        )
 
     def _all_reduce_parts(self, num_rows: int) -> int:
         # A part is one GEMM over the rows of all owners.
@@ -122,13 +128,10 @@ def method_for(group: dist.ProcessGroup | Transport | LinearMethod, plan: Linear
 
 
 class P2PMethod(LinearMethod):
-    """Point-to-point messages.
+    """Point-to-point messages over `transport`, which `plan` cuts and orders.
 
-    Args:
-        transport: of the group.
-        plan: how messages are cut and ordered; the same on every rank.
-        gemm: the number format of gathered rows; the same on every rank. A plan with `save_gathered` and the reuse of a
-            gather by consecutive layers have an effect with the plain format only.
+    `plan`, and `gemm`, the number format of gathered rows, are the same on every rank. A plan with `save_gathered` and
+    the reuse of a gather by consecutive layers have an effect with the plain format only.
     """
 
     wgrad_pieces = MAX_PIECES
@@ -162,14 +165,14 @@ class P2PMethod(LinearMethod):
     ) -> PipelinedReduceScatter:
         shallow = a.shape[1] <= SHALLOW_DEPTH
         scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
-        gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.split(a), b)
+        gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.rows.split(a), b)
         scatter.compute(gemm, meanwhile)
         return scatter
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
         scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
-        scatter.compute(partial(_copy_rows, rows))
+        scatter.compute(lambda start, stop, out: out.copy_(rows[start:stop]))
         return scatter
 
     def _begin_scatter(
@@ -178,15 +181,9 @@ class P2PMethod(LinearMethod):
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
         out = like.new_empty(layout.shard_rows(self.rank), features)
+        tree = self.plan.tree
         return PipelinedReduceScatter(
-            self.transport,
-            schedule,
-            layout,
-            out,
-            op,
-            work_follows=work_follows,
-            add_early=add_early,
-            tree=self.plan.tree,
+            self.transport, schedule, layout, out, op, work_follows=work_follows, add_early=add_early, tree=tree
         )
 
     def all_reduce(
@@ -201,23 +198,13 @@ class P2PMethod(LinearMethod):
         return total
 
     def _gemm_rows(self, a: torch.Tensor, b: torch.Tensor) -> GemmInto:
-        return partial(_tree_gemm_rows, self.size, a, b) if self.plan.tree else partial(_gemm_rows, a, b)
-
-
-def _gemm_rows(a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    torch.mm(a[start:stop], b, out=out)
-
-
-def _copy_rows(rows: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    out.copy_(rows[start:stop])
+        if self.plan.tree:
+            return lambda start, stop, out: tree_gemm_into(a[start:stop], b, out, self.size)
+        return lambda start, stop, out: torch.mm(a[start:stop], b, out=out)
 
 
 def _gemm_split(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
     torch.mm(rows[start], b, out=out)
-
-
-def _tree_gemm_rows(num_ranks: int, a: torch.Tensor, b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    tree_gemm_into(a[start:stop], b, out, num_ranks)
 
 
 class _ReusedGather:
@@ -313,9 +300,9 @@ class P2PGather:
         """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row."""
         if self._product is not None:
             b, bias, out = self._product
-            rows_of_out, matmul = self._gather.split(out), self._gemm.matmul
+            rows_of_out = self._gather.rows.split(out)
             for (start, _), rows in self._gather:
-                matmul(rows, b, rows_of_out[start], bias)
+                self._gemm.matmul(rows, b, rows_of_out[start], bias)
         self._gather.finish()
         if self._wgrad is not None:
             # One GEMM: each further one would read and write the whole gradient.
@@ -328,17 +315,16 @@ class P2PGather:
         if self._product is not None and start < stop:
             b, bias, out = self._product
             self._gemm.matmul(rows, b, out[start:stop], bias)
-        if self._wgrad is not None:
-            self._spans.add((start, stop))
-            # The product uses rows as they arrive; the weight gradient fills the time without new rows.
-            if self._gather.done or not self._gather.ready:
-                self._add_wgrad(*self._wgrad)
-
-    def _add_wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | None, x: torch.Tensor | None) -> None:
-        self._gather.copy_own_rows()
-        for start, stop in self._spans.joined():
-            rows = tuple(full[start:stop] for full in self._full)
-            self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
+        if self._wgrad is None:
+            return
+        self._spans.add((start, stop))
+        # The product uses rows as they arrive; the weight gradient fills the time without new rows.
+        if self._gather.done or not self._gather.ready:
+            self._gather.copy_own_rows()
+            wgrad, dy, x = self._wgrad
+            for start, stop in self._spans.joined():
+                rows = tuple(full[start:stop] for full in self._full)
+                self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
 
 
 @lru_cache(maxsize=256)
@@ -363,8 +349,4 @@ def _schedule(
     return schedule, schedule.layout(num_rows)
 
 
-@lru_cache(maxsize=256)
-def _all_reduce_schedule(
-    size: int, rank: int, chunks_per_rank: int, pattern: Pattern, split: Split, gathers: Gathers
-) -> Plan:
-    return all_reduce_plan(size, rank, chunks_per_rank=chunks_per_rank, pattern=pattern, split=split, gathers=gathers)
+_all_reduce_schedule = lru_cache(maxsize=256)(all_reduce_plan)

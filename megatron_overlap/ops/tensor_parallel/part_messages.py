@@ -5,12 +5,12 @@ all-gather unless copy engines move it (`PartGathers`). No GEMM is cut there. On
 first if others have not arrived, and computes own rows last if its result is sent.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import CollectiveWork
 from megatron_overlap.ops.call import gemm_into, product
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
@@ -28,14 +28,47 @@ Rows = Literal["input", "output", "output gradient", "input gradient"]
 """What the messages of one operation carry. Backward gathers the input again."""
 
 
-class PartGather:
-    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank.
+class PartWork:
+    """The messages of one part that have started.
 
     Args:
-        transport: of the ranks.
-        shard: own rows.
-        op: name in error messages.
-        full: buffer of the transport for the rows of all ranks; None: new memory.
+        out: the result, complete after `finish`.
+        num_bytes: that this rank sends.
+        wait: completes the messages.
+        is_ready: whether `wait` returns without waiting for a received message. False where a query would synchronise.
+    """
+
+    def __init__(
+        self,
+        out: torch.Tensor,
+        num_bytes: int,
+        wait: Callable[[], object],
+        is_ready: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.out, self.num_bytes, self._is_ready = out, num_bytes, is_ready
+        self._wait: Callable[[], object] | None = wait
+
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` returns without waiting for a received message."""
+        return self._wait is None or self._is_ready()
+
+    def finish(self) -> torch.Tensor:
+        """Waits for all messages; returns `out`. Further calls return the same tensor."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self.out
+
+    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`finish() @ b + bias`."""
+        return product(self.finish(), b, bias)
+
+
+class PartGather(PartWork):
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank.
+
+    `full` is a buffer of the transport for the rows of all ranks; None: new memory.
     """
 
     def __init__(self, transport: Transport, shard: torch.Tensor, op: str, full: torch.Tensor | None = None) -> None:
@@ -43,32 +76,22 @@ class PartGather:
         row_bytes = features * shard.itemsize
         plan, layout = _WHOLE.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
         repeats = full is not None
-        self._full = shard.new_empty(num_rows, features) if full is None else full
-        self._gather = PipelinedAllGather(
-            transport, plan, (shard,), layout, (self._full,), op, whole=True, repeats=repeats
-        )
-        self._own, self._on_device, self._finished = layout.shard(transport.rank), transport.on_device, False
-        self.num_bytes = (transport.size - 1) * shard.nbytes
+        out = shard.new_empty(num_rows, features) if full is None else full
+        gather = PipelinedAllGather(transport, plan, (shard,), layout, (out,), op, whole=True, repeats=repeats)
+        self._own, self._on_device = layout.shard(transport.rank), transport.on_device
 
-    @property
-    def ready(self) -> bool:
-        """Whether `finish` returns without waiting for a received message."""
-        return self._finished or self._gather.ready
+        def wait() -> None:
+            if not transport.on_device:
+                gather.next_rows()
+            gather.finish()
 
-    def finish(self) -> torch.Tensor:
-        """Waits for all messages; returns the rows of all ranks. Further calls return the same tensor."""
-        if not self._finished:
-            if not self._on_device:
-                self._gather.next_rows()
-            self._gather.finish()
-            self._finished = True
-        return self._full
+        super().__init__(out, (transport.size - 1) * shard.nbytes, wait, lambda: gather.ready)
 
     def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`finish() @ b + bias`."""
+        """See `PartWork`. On the host own rows are multiplied first if others have not arrived."""
         if self._on_device or self.ready:
-            return product(self.finish(), b, bias)
-        full, (start, stop) = self._full, self._own
+            return super().matmul(b, bias)
+        full, (start, stop) = self.out, self._own
         out = full.new_empty(full.shape[0], b.shape[1])
         gemm_into(full[start:stop], b, out[start:stop], bias)
         self.finish()
@@ -114,75 +137,6 @@ class PartGathers:
         return PartGather(self._transport, shard, op, full)
 
 
-class PartScatter:
-    """The reduce-scatter of the rows of one part, in one message to each rank.
-
-    Args:
-        transport: of the ranks.
-        a: the rows, or the left operand of the GEMM `a @ b` that computes them.
-        b: the right operand of that GEMM, or None.
-        op: name in error messages.
-        whole: the messages start after the whole GEMM.
-
-    Attributes:
-        out: own rows; the sum over ranks after `finish`.
-    """
-
-    def __init__(
-        self, transport: Transport, a: torch.Tensor, b: torch.Tensor | None, op: str, *, whole: bool = False
-    ) -> None:
-        method = P2PMethod(transport, _WHOLE if whole else _OWN_LAST)
-        self._scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
-        self.out = self._scatter.out
-        self.num_bytes = (transport.size - 1) * self.out.nbytes
-        self._finished = False
-
-    @property
-    def ready(self) -> bool:
-        """See `PartGather.ready`."""
-        return self._finished or self._scatter.ready
-
-    def finish(self) -> torch.Tensor:
-        """Waits for all messages; returns `out`. Further calls return the same tensor."""
-        if not self._finished:
-            self._scatter.finish()
-            self._finished = True
-        return self.out
-
-
-class PartCollective:
-    """An all-gather or reduce-scatter of the rows of one part, as one of `Transport.collectives`.
-
-    Args:
-        work: the collective that has started.
-        out: its result.
-        num_bytes: that this rank sends.
-    """
-
-    def __init__(self, work: CollectiveWork, out: torch.Tensor, num_bytes: int) -> None:
-        self._work: CollectiveWork | None = work
-        self.out, self.num_bytes = out, num_bytes
-
-    @property
-    def ready(self) -> bool:
-        """See `PartGather.ready`. False before `finish`: a query would synchronise."""
-        return self._work is None
-
-    def finish(self) -> torch.Tensor:
-        """Waits for the collective; returns `out`. Further calls return the same tensor."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self.out
-
-    def matmul(self, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`finish() @ b + bias`."""
-        return product(self.finish(), b, bias)
-
-
-_PartWork = PartGather | PartScatter | PartCollective
-
-
 class PartMessages:
     """The messages of one part in one step, in forward and in backward.
 
@@ -210,7 +164,7 @@ class PartMessages:
         self._gathers = None if save_gathered else gathers
         self.saved: torch.Tensor | None = None
         self._serial = serial
-        self._started: dict[Rows, _PartWork] = {}
+        self._started: dict[Rows, PartWork] = {}
         self._following: tuple[Rows, torch.Tensor] | None = None
 
     def has_started(self, rows: Rows) -> bool:
@@ -224,15 +178,16 @@ class PartMessages:
     def gather(self, rows: Rows, shard: torch.Tensor) -> int:
         """Starts an all-gather; returns the bytes that this rank sends."""
         op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
-        gather: PartGather | PartCollective
         gathers = self._gathers_of(shard)
+        gather: PartWork
         if gathers is not None:
             gather = gathers.start(shard, op, self.deferred_wgrad)
         elif collectives is None:
             gather = PartGather(self.transport, shard, op)
         else:
             full = shard.new_empty(shard.shape[0] * self.transport.size, shard.shape[1])
-            gather = PartCollective(collectives.all_gather(shard, full, op), full, full.nbytes - shard.nbytes)
+            work = collectives.all_gather(shard, full, op)
+            gather = PartWork(full, full.nbytes - shard.nbytes, work.wait)
         self._start(rows, gather)
         return gather.num_bytes
 
@@ -255,17 +210,21 @@ class PartMessages:
     def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
         op, collectives = f"reduce-scatter of {rows} of a part", self.transport.collectives
-        scatter: PartScatter | PartCollective
         if collectives is None:
-            scatter = PartScatter(self.transport, a, b, op, whole=self._serial)
+            # In one message to each rank.
+            method = P2PMethod(self.transport, _WHOLE if self._serial else _OWN_LAST)
+            scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
+            num_bytes = (self.transport.size - 1) * scatter.out.nbytes
+            part = PartWork(scatter.out, num_bytes, scatter.finish, lambda: scatter.ready)
         else:
             terms = a.contiguous() if b is None else a @ b
             out = terms.new_empty(terms.shape[0] // self.transport.size, terms.shape[1])
-            scatter = PartCollective(collectives.reduce_scatter(terms, out, op), out, terms.nbytes - out.nbytes)
-        self._start(rows, scatter)
-        return scatter.out, scatter.num_bytes
+            work = collectives.reduce_scatter(terms, out, op)
+            part = PartWork(out, terms.nbytes - out.nbytes, work.wait)
+        self._start(rows, part)
+        return part.out, part.num_bytes
 
-    def take(self, rows: Rows) -> _PartWork:
+    def take(self, rows: Rows) -> PartWork:
         """Removes started messages. The caller finishes them.
 
         Raises:
@@ -288,10 +247,13 @@ class PartMessages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`full @ b + bias` and `full`, the rows of all ranks, whose all-gather has started."""
         gather = self._filled(rows)
-        assert not isinstance(gather, PartScatter)
         return gather.matmul(b, bias), gather.finish()
 
-    def _filled(self, rows: Rows) -> _PartWork:
+    def limit_deferred(self) -> None:
+        """Computes the oldest postponed products if there are more than `MAX_DEFERRED`."""
+        self.deferred_wgrad.run_while(lambda: self.deferred_wgrad.num_pending > MAX_DEFERRED)
+
+    def _filled(self, rows: Rows) -> PartWork:
         """Takes started messages, and computes postponed weight gradients until they are complete."""
         work = self.take(rows)
         self.deferred_wgrad.run_while(lambda: not work.ready)
@@ -307,7 +269,7 @@ class PartMessages:
         while self._started:
             self._started.popitem()[1].finish()
 
-    def _start(self, rows: Rows, work: _PartWork) -> None:
+    def _start(self, rows: Rows, work: PartWork) -> None:
         self._started[rows] = work
         if self._serial:
             work.finish()

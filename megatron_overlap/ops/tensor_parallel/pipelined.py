@@ -11,11 +11,12 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, Plan
 
 Rows = tuple[int, int]
-GemmInto = Callable[[int, int, torch.Tensor], None]
+GemmInto = Callable[[int, int, torch.Tensor], object]
 """`gemm(start, stop, out)` writes rows `[start, stop)` of a product into `out`."""
 
 Payload = tuple[torch.Tensor, ...]
@@ -42,10 +43,7 @@ class PlainGemm:
         return (rows,)
 
     def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        if bias is None:
-            torch.mm(rows[0], b, out=out)
-        else:
-            torch.addmm(bias, rows[0], b, out=out)
+        gemm_into(rows[0], b, out, bias)
 
     def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
         wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)
@@ -60,8 +58,7 @@ class PipelinedAllGather:
     The plan defines the order of the sends. Rows of several peers that share a link may arrive in another order.
 
     Args:
-        transport: carries the shards.
-        plan: an all-gather plan.
+        transport, plan: carries the shards, in the order of an all-gather plan.
         shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message
             carries a chunk of all of them.
         layout: rows of every chunk.
@@ -70,6 +67,9 @@ class PipelinedAllGather:
         op: name in error messages.
         whole: the consumer reads the own and the received rows as one tensor.
         repeats: `into` are buffers of the transport's pool, and further calls have the same plan and layout.
+
+    Attributes:
+        rows: of the GEMMs of the plan; on a device those that `next_rows` returns.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class PipelinedAllGather:
         self._on_device = transport.on_device
         self._shard, self._has_own_rows = shard, False
         if repeats and transport.prepares and len(shard) == 1:
-            self._rows = repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
+            self.rows = repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
             self._has_own_rows = whole
-            exchange = Exchange(self._rows.repeated, shard[0], self._rows.own[0] if whole else None)
+            exchange = Exchange(self.rows.repeated, shard[0], self.rows.own[0] if whole else None)
             self._p2p_work = transport.begin(exchange, op)
         else:
-            self._rows = _GatheredRows(plan, layout, into)
-            self._p2p_work = transport.begin(self._rows.transfers(shard), op)
+            self.rows = _GatheredRows(plan, layout, into)
+            self._p2p_work = transport.begin(self.rows.transfers(shard), op)
         if whole or plan.pattern == "serial":
             self.copy_own_rows()
         self._pending = list(range(len(plan.work)))
@@ -104,7 +104,7 @@ class PipelinedAllGather:
     def copy_own_rows(self) -> None:
         """Copies the own rows into `full`, once."""
         if not self._has_own_rows:
-            for own, full in zip(self._shard, self._rows.own, strict=True):
+            for own, full in zip(self._shard, self.rows.own, strict=True):
                 full.copy_(own)
             self._has_own_rows = True
 
@@ -133,32 +133,28 @@ class PipelinedAllGather:
         for k in self._plan.work[first].needs:
             self._p2p_work.wait(k)
         last = first if self._on_device else self._last_arrived(first, position)
-        if self._rows.owners[first] == self._rank and not self._has_own_rows:
-            return (self._rows.of_work[first][0], self._rows.of_work[last][1]), self._shard
+        if self.rows.owners[first] == self._rank and not self._has_own_rows:
+            return (self.rows.of_work[first][0], self.rows.of_work[last][1]), self._shard
         if first == last:
-            return self._rows.of_work[first], self._rows.of_full[first]
-        start, stop = self._rows.of_work[first][0], self._rows.of_work[last][1]
+            return self.rows.of_work[first], self.rows.of_full[first]
+        start, stop = self.rows.of_work[first][0], self.rows.of_work[last][1]
         return (start, stop), tuple(full[start:stop] for full in self.full)
 
     def _last_arrived(self, last: int, position: int) -> int:
         """Takes the work after `last` for which rows of the same owner have arrived; returns the last one."""
-        owner = self._rows.owners[last]
+        owner = self.rows.owners[last]
         while (
             position < len(self._pending)
             and self._pending[position] == last + 1
             and self._has_arrived(last + 1)
-            and self._rows.owners[last + 1] == owner
+            and self.rows.owners[last + 1] == owner
         ):
             last = self._pending.pop(position)
         return last
 
-    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        """See `WorkRows.split`; the rows that `next_rows` returns on a device."""
-        return self._rows.split(tensor)
-
     def enqueue_next(self) -> None:
         """On CUDA, enqueues the messages of the next owner's rows. The caller has enqueued work that hides them."""
-        place, owners = self._enqueued + 1, self._rows.owners
+        place, owners = self._enqueued + 1, self.rows.owners
         while place < len(owners) - 1 and owners[place + 1] == owners[place]:
             place += 1
         self._enqueue(place)
@@ -216,12 +212,7 @@ class WorkRows:
 
 
 class _GatheredRows(WorkRows):
-    """The rows of an all-gather.
-
-    Attributes:
-        of_full: the gathered rows by work of the plan.
-        owners: by work of the plan.
-    """
+    """The rows of an all-gather; `of_full`, the gathered ones, and `owners` by work of the plan."""
 
     def __init__(self, plan: Plan, layout: ChunkLayout, full: Payload) -> None:
         super().__init__(plan, layout)

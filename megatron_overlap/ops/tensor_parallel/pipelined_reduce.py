@@ -21,18 +21,12 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 class _ScatteredRows(WorkRows):
-    """The rows of a reduce-scatter, and the buffers of its partial sums.
-
-    Args:
-        pool: has the buffers.
-        out: own rows of a result.
-        hidden: further work hides the messages; see `work_follows`.
+    """The rows of a reduce-scatter: of `partial`, before they are sent, and of `terms`, the received ones.
 
     Attributes:
-        partial: all rows before they are sent.
-        of_partial: rows of `partial` by work of the plan.
+        of_partial: by work of the plan.
         of_sources: received rows by source, `[R - 1, own rows, F]`; of a ring `[rows, F]`.
-        received: rows of `terms` by message.
+        received: by message.
         repeated: the messages.
     """
 
@@ -40,7 +34,6 @@ class _ScatteredRows(WorkRows):
         self, plan: Plan, layout: ChunkLayout, partial: torch.Tensor, terms: torch.Tensor, hidden: bool
     ) -> None:
         super().__init__(plan, layout)
-        self.partial = partial
         self.of_partial = [partial[start:stop] for start, stop in self.of_work]
         # The messages are in the order of sources and rows.
         by_source = bool(plan.messages) and plan.pattern != "ring"
@@ -73,8 +66,7 @@ class PipelinedReduceScatter:
 
     Args:
         transport: carries partial sums.
-        plan: a reduce-scatter plan.
-        layout: rows of every chunk.
+        plan, layout: a reduce-scatter plan and the rows of its chunks.
         out: own rows of the result, written here.
         op: name in error messages.
         work_follows: the caller enqueues further work before `finish`. On CUDA the messages are enqueued after it, and
@@ -82,6 +74,9 @@ class PipelinedReduceScatter:
         add_early: the messages take longer than the GEMMs. On a device all terms but the last are added before it
             arrives: a second kernel, but less time after the last message.
         tree: add in the fixed tree, see `tree_sum`; not for a ring.
+
+    Attributes:
+        rows: of the GEMMs of the plan.
     """
 
     def __init__(
@@ -106,18 +101,11 @@ class PipelinedReduceScatter:
             num_received = sum(layout.num_chunk_rows(message.recv) for message in plan.messages)
         symmetric = layout.num_rows % plan.num_ranks == 0
         terms = pool.take("received", (num_received, features), out, symmetric=symmetric)
-        self._rows = repeated(
-            transport,
-            (plan, layout, partial, terms, hidden),
-            lambda: _ScatteredRows(plan, layout, partial, terms, hidden),
-        )
-        self._partial, self._received = partial, self._rows.received
-        self._p2p_work = transport.begin(Exchange(self._rows.repeated), op)
+        of = plan, layout, partial, terms, hidden
+        self.rows = repeated(transport, of, lambda: _ScatteredRows(*of))
+        self._partial, self._received = partial, self.rows.received
+        self._p2p_work = transport.begin(Exchange(self.rows.repeated), op)
         self._done = 0
-
-    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        """See `WorkRows.split`; the rows of the calls of a GEMM."""
-        return self._rows.split(tensor)
 
     @property
     def ready(self) -> bool:
@@ -143,9 +131,9 @@ class PipelinedReduceScatter:
             own = work.chunks[0].owner == plan.rank and not serial
             if own:
                 self._forward_until(index, meanwhile)
-            start, stop = self._rows.of_work[index]
+            start, stop = self.rows.of_work[index]
             if start < stop:
-                gemm(start, stop, self.out if own else self._rows.of_partial[index])
+                gemm(start, stop, self.out if own else self.rows.of_partial[index])
             if meanwhile is not None and self._on_device:
                 meanwhile()
             if not own:
@@ -210,7 +198,7 @@ class PipelinedReduceScatter:
 
     def _add_on_device(self) -> torch.Tensor:
         """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
-        out, terms, own = self.out, self._rows.of_sources, self.out
+        out, terms, own = self.out, self.rows.of_sources, self.out
         if self._add_early and len(terms) > 1:
             for k in range(len(self._received) - self._plan.chunks_per_rank):
                 self._p2p_work.wait(k)
@@ -236,12 +224,9 @@ MIN_ROWS = 16
 
 
 def unsupported_reason(num_ranks: int, in_features: int, num_rows: int) -> str | None:
-    """The reason that a GEMM with `in_features` columns on each of `num_ranks` ranks has no tree.
+    """The reason that a GEMM with `in_features` columns of K on each of `num_ranks` ranks has no tree.
 
-    Args:
-        num_ranks: of the tensor-parallel group.
-        in_features: columns of K on each rank.
-        num_rows: of the smallest GEMM of the operation.
+    `num_rows` are those of the smallest GEMM of the operation.
     """
     if NUM_BLOCKS % num_ranks:
         return f"tp_invariant needs 1, 2 or {NUM_BLOCKS} tensor-parallel ranks"
@@ -273,8 +258,7 @@ class PipelinedAllReduce:
     not wait before `finish`. On CUDA a query for arrival would synchronise, so it adds at the positions in the plan.
 
     Args:
-        transport: carries partial sums and sums.
-        plan: an all-reduce plan.
+        transport, plan: carries partial sums and sums, in the order of an all-reduce plan.
         out: all rows of the result `[num_rows, F]`, contiguous, written here. It also holds the own partial sums
             until they are sent: a sum arrives at the rows of its partial sum, and the owner sends it only after it
             has received that partial sum.

@@ -19,40 +19,34 @@ paper.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
+from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Identity, PartCall, Slots
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
-from megatron_overlap.ops.tensor_parallel.part_messages import MAX_DEFERRED, PartMessages
-from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.wgrad import WgradTarget
 
 
 def gathered(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
-    """Starts the all-gather of `x` and returns `x`, the input of `column_part`.
+    """Starts the all-gather of `x` `[S/R, B, K]`, own rows of one part; returns `x`, the input of `column_part`.
 
-    Backward completes the sum of its gradient.
-
-    Args:
-        x: `[S/R, B, K]` own rows of one part.
-        messages: of the step.
-        slot: position in the backward pass; see `Slots`.
+    Backward completes the sum of its gradient, at `slot`; see `Slots`.
     """
-    y: torch.Tensor = _Gathered.apply(x, messages)
+    start = partial(messages.gather, "input", x.detach().reshape(-1, x.shape[-1]).contiguous())
+    y: torch.Tensor = Identity.apply(x, start, partial(messages.finish, "input gradient"))
     Slots.put(y, slot)
     return y
 
 
 def scattered(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
-    """The result `y` of `row_part` or `summed_part`, after its sum is complete. Backward starts its all-gathers.
+    """The result `y` of `row_part` or `summed_part`, after its sum is complete.
 
-    Args:
-        y: own rows.
-        messages: of the step.
-        slot: position in the backward pass; see `Slots`.
+    Backward starts its all-gathers, at `slot`; see `Slots`.
     """
     saved, messages.saved = messages.saved, None
     result: torch.Tensor = _Scattered.apply(y, saved, messages)
@@ -77,8 +71,7 @@ def column_part(
         bias: `[F/R]` or None.
         messages: of the step.
         target: destination of the weight gradient.
-        observer: called in every pass.
-        on_save: called in forward where the input is saved for the weight gradient.
+        observer, on_save: as of `all_gather_linear`.
 
     Returns:
         `[S, B, F/R]`, dtype of `x`.
@@ -87,8 +80,8 @@ def column_part(
         ValueError: shapes, dtypes or devices do not fit each other.
         RuntimeError: `gathered` has not started the all-gather.
     """
-    call = _PartCall(x, w, bias, messages, target or WgradTarget(), observer)
-    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, on_save)
+    call = PartCall(x, w, bias, messages.deferred_wgrad, target, observer)
+    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, messages, on_save)
     return y.view(-1, *x.shape[1:-1], w.shape[0])
 
 
@@ -114,8 +107,8 @@ def row_part(
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = _PartCall(x, w_shard, None, messages, target or WgradTarget(), observer)
-    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, skip_output)
+    call = PartCall(x, w_shard, None, messages.deferred_wgrad, target, observer)
+    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, messages, skip_output)
     return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
 
 
@@ -126,55 +119,13 @@ def summed_part(x: torch.Tensor, messages: PartMessages, observer: Observer | No
 
     Args:
         x: `[S, B, H]` all rows of one part, the term of this rank.
-        messages: of this sum.
-        observer: called in every pass.
+        messages, observer: of this sum, as of `column_part`.
 
     Returns:
         `[S/R, B, H]`, dtype of `x`.
     """
     y: torch.Tensor = _SummedPart.apply(x.reshape(-1, x.shape[-1]), messages, observer)
     return y.view(-1, *x.shape[1:])
-
-
-class _PartCall:
-    """The options of one GEMM: everything but tensors that autograd differentiates."""
-
-    def __init__(
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        messages: PartMessages,
-        target: WgradTarget,
-        observer: Observer | None,
-    ) -> None:
-        check_operands(x, w, bias, target.main_grad, "x")
-        self.weight, self.messages = w, messages
-        # Inside the autograd function gradients are disabled.
-        self.saves_input = torch.is_grad_enabled() and w.requires_grad
-        self._target, self._observer = target, observer
-
-    def count(self, direction: str, num_bytes: int = 0) -> None:
-        if self._observer is not None:
-            self._observer(direction, num_bytes)
-
-    def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
-        deferred_wgrad = self.messages.deferred_wgrad
-        deferred_wgrad.put(self.weight, dy, x, self._target)
-        deferred_wgrad.run_while(lambda: deferred_wgrad.num_pending > MAX_DEFERRED)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
-        ctx.messages = messages
-        messages.gather("input", x.detach().reshape(-1, x.shape[-1]).contiguous())
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.messages.finish("input gradient")
-        return grads[0], None
 
 
 class _SummedPart(torch.autograd.Function):
@@ -219,59 +170,62 @@ class _ColumnPart(torch.autograd.Function):
         x: torch.Tensor,
         w: torch.Tensor,
         bias: torch.Tensor | None,
-        call: _PartCall,
+        call: PartCall,
+        messages: PartMessages,
         on_save: SavedInputHook | None,
     ) -> torch.Tensor:
-        messages, saves = call.messages, call.saves_input
+        saves = call.saves_input
         y, full = messages.matmul("input", w.t(), bias)
         keeps_full = saves and messages.save_gathered
         messages.saved = x.detach().contiguous() if saves and not keeps_full else None
         ctx.save_for_backward(full if keeps_full else None, w)
-        ctx.call, ctx.saved_input = call, None
+        ctx.call, ctx.messages, ctx.saved_input = call, messages, None
         if saves and on_save is not None:
             ctx.saved_input = SavedInput(on_save(x, full.nbytes))
-        call.count("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
+        call.report("forward", full.nbytes // messages.transport.size * (messages.transport.size - 1))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, dy = ctx.call, grads[0].contiguous()
+        call, messages, dy = ctx.call, ctx.messages, grads[0].contiguous()
         full, w = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dx, num_bytes = call.messages.scatter("input gradient", dy, w)
-            call.count("dgrad", num_bytes)
+            dx, num_bytes = messages.scatter("input gradient", dy, w)
+            call.report("dgrad", num_bytes)
         if call.weight.requires_grad:
-            call.defer_wgrad(dy, call.messages.take("input").finish if full is None else full)
-            call.count("wgrad")
+            call.defer_wgrad(dy, messages.take("input").finish if full is None else full)
+            messages.limit_deferred()
         if ctx.saved_input is not None:
             ctx.saved_input.release()
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _RowPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _PartCall, skip_output: bool) -> torch.Tensor:
-        ctx.save_for_backward(x if call.weight.requires_grad else None, w)
-        ctx.call = call
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, call: PartCall, messages: PartMessages, skip_output: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if call.saves_input else None, w)
+        ctx.call, ctx.messages = call, messages
         if skip_output:
-            return skipped_output(x, x.shape[0] // call.messages.transport.size, w.shape[0], call.count)
-        y, num_bytes = call.messages.scatter("output", x, w.t())
-        call.count("forward", num_bytes)
+            return skipped_output(x, x.shape[0] // messages.transport.size, w.shape[0], call.report)
+        y, num_bytes = messages.scatter("output", x, w.t())
+        call.report("forward", num_bytes)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, (x, w) = ctx.call, ctx.saved_tensors
+        call, messages, (x, w) = ctx.call, ctx.messages, ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            dx, dy = call.messages.matmul("output gradient", w)
+            dx, dy = messages.matmul("output gradient", w)
         else:
-            dx, dy = None, call.messages.finish("output gradient")
-        call.count("dgrad", dy.nbytes // call.messages.transport.size * (call.messages.transport.size - 1))
+            dx, dy = None, messages.finish("output gradient")
+        call.report("dgrad", dy.nbytes // messages.transport.size * (messages.transport.size - 1))
         if x is not None:
             call.defer_wgrad(dy, x)
-            call.count("wgrad")
-        return dx, None, None, None
+            messages.limit_deferred()
+        return dx, None, None, None, None
 
 
 def split_rows(x: torch.Tensor, group: dist.ProcessGroup, num_first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -195,23 +195,27 @@ def autotuned(group: dist.ProcessGroup) -> list[str]:
 
     A measurement would end in an error: nothing is timed, and the ranks exchange nothing.
     """
+    from megatron_overlap.adapters.tensor_parallel import dispatch
     from megatron_overlap.autotune.candidates import Candidate
 
     start(group)
     ran: list[str] = []
+    run_stock = dispatch._run_stock
     with copies(group, {"method": "auto"}) as job:
         adapter, layer = job.adapter, Layer("column", group)
         candidate = Candidate("p2p", "direct", 1)
-        stock, backend = adapter._stock, adapter._backend(candidate)
-        for each, name in ((stock, "stock"), (backend, "p2p")):
-            run = each.run
-            each.run = lambda call, run=run, name=name: ran.append(name) or run(call)
+        backend = adapter._backend(candidate)
+        output = backend.output
+        backend.output = lambda call: ran.append("p2p") or output(call)
         tuner = adapter.autotuner
         selected = SimpleNamespace(search=SimpleNamespace(selected=SimpleNamespace(candidate=candidate)))
-        with patch.object(tuner, "run", side_effect=AssertionError("a captured call is measured")):
+        with (
+            patch.object(tuner, "run", side_effect=AssertionError("a captured call is measured")),
+            patch.object(dispatch, "_run_stock", lambda call: ran.append("stock") or run_stock(call)),
+        ):
             with in_a_graph():
                 layer.forward()
-            backend.run(_call(adapter, layer))  # a call outside a graph
+            backend.output(_call(adapter, layer))  # a call outside a graph
             everything = SimpleNamespace(kinds=SimpleNamespace(get=lambda kind: selected))
             with patch.object(tuner, "_autotuners", {layer.group: everything}):
                 job.capture(layer.forward)
