@@ -180,7 +180,7 @@ def compare(
 ) -> Comparison:
     """Compare every side with the first. All sides have the same number of rounds.
 
-    The attribution needs the index of the `serial` run. `settings` tell in the report how the runs were measured.
+    The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
 
     Raises:
         NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.

@@ -157,7 +157,7 @@ def run_rounds[Record](
                 records[index].append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
                 raise LaunchFailedError(f"round {number} of {rounds}, {config.name}: {error}") from error
-    # The last launch of a config tells its network.
+    # The network is that of the last launch of a config.
     return [
         Launched(config.name, link_of(launched), tuple(each))
         for config, launched, each in zip(configs, plans[-1], records, strict=True)
