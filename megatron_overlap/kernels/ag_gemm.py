@@ -48,9 +48,16 @@ def ag_gemm_kernel(
 
 
 def ag_gemm(
-    gathered: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, *,
-    tiles: RowTiles, waits: Waits, config: GemmConfig, num_programs: int,
-) -> None:  # fmt: skip
+    gathered: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiles: RowTiles,
+    waits: Waits,
+    config: GemmConfig,
+    num_programs: int,
+) -> None:
     """Enqueue `out = gathered @ b + bias` on the current stream.
 
     Forward of a column-parallel layer with `b = w.t()`, dgrad of a row-parallel one with `b = w`.

@@ -161,9 +161,13 @@ def interpreted() -> bool:
 
 
 def check_gemm(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, bias: torch.Tensor | None,
-    tiles: RowTiles, config: GemmConfig,
-) -> None:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    tiles: RowTiles,
+    config: GemmConfig,
+) -> None:
     """Check that a kernel neither reads nor writes past the end of its operands.
 
     Raises:
@@ -203,10 +207,16 @@ def tma_unsupported_reason(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor |
 
 
 def launch_gemm(
-    kernel: Any, a: torch.Tensor, b: torch.Tensor, arguments: Sequence[Any],
-    tiles: RowTiles, config: GemmConfig, num_programs: int,
-    constants: Mapping[str, Any], last: Sequence[Any] = (),
-) -> None:  # fmt: skip
+    kernel: Any,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    arguments: Sequence[Any],
+    tiles: RowTiles,
+    config: GemmConfig,
+    num_programs: int,
+    constants: Mapping[str, Any],
+    last: Sequence[Any] = (),
+) -> None:
     """Launch a kernel of `a @ b`, portable or for Hopper as in `config`, unless it has no tiles.
 
     `arguments` follow the operands. In a portable kernel the strides of the operands are between `arguments` and

@@ -59,10 +59,18 @@ def wgrad_kernel(
 
 
 def wgrad(
-    dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *,
-    chunks: RowTiles, waits: Waits, config: GemmConfig, num_programs: int,
-    add: bool, first: int = 0, last: int | None = None,
-) -> None:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    chunks: RowTiles,
+    waits: Waits,
+    config: GemmConfig,
+    num_programs: int,
+    add: bool,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
     """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`, summed in fp32.
 
     Args:
