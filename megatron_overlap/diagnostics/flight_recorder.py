@@ -114,7 +114,7 @@ def layer_of(frame: FrameType | None) -> str:
     """Return the model name of the layer that runs in `frame` or a caller, such as `decoder.layers.3.mlp.linear_fc1`.
 
     The weight in a local variable of an operation identifies the layer; without one, the innermost calling module does.
-    All models in memory are searched: slow, and done once by a process that is about to end.
+    This searches all models in memory, which is slow; it runs once, in a process that is about to end.
     """
     weight: torch.Tensor | None = None
     module: torch.nn.Module | None = None

@@ -226,7 +226,7 @@ MIN_ROWS = 16
 def unsupported_reason(num_ranks: int, in_features: int, num_rows: int) -> str | None:
     """The reason that a GEMM with `in_features` columns of K on each of `num_ranks` ranks has no tree.
 
-    `num_rows` are those of the smallest GEMM of the operation.
+    `num_rows`: rows of the smallest GEMM of the operation.
     """
     if NUM_BLOCKS % num_ranks:
         return f"tp_invariant needs 1, 2 or {NUM_BLOCKS} tensor-parallel ranks"
