@@ -25,9 +25,6 @@ class TensorOverlap(Section):
     serial: direct without overlap, as a reference."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
     """Messages per rank and operation. auto: at most 4, of at least 128 rows and 256 KiB, about 8 per operation."""
-    transport: Literal["auto", "copies", "nccl"] = "auto"
-    """GPUs with sequence parallelism: copies: copy engines write to the memory of peers; nccl: NCCL's kernels; auto:
-    copies inside a host whose ranks reach each other, else NCCL."""
     recompute_gather: Literal["auto", "always", "never"] = "auto"
     """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     recompute_output: Literal["skip", "compute"] = "skip"
@@ -122,6 +119,9 @@ class OverlapFields(Section):
     """true: bitwise reproducible runs: the plan alone fixes the order of all sums; tp_invariant: also the same logits
     on 1, 2 and 4 tensor parallel ranks."""
     check: CheckOverlap = CheckOverlap()
+    transport: Literal["auto", "copies", "nccl"] = "auto"
+    """Messages of tensor.method p2p and Ulysses between GPUs: copies: copy engines write to the memory of peers; nccl:
+    NCCL's kernels; auto: copies inside a host whose ranks reach each other, else NCCL."""
     register_buffers: bool = False
     """NCCL: allocate message buffers with NCCL's allocator and register them."""
     trace: bool = False

@@ -128,6 +128,10 @@ class PartLayout(_Layout):
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
 
+    def longest_chunk(self, part: int) -> int:
+        """Return the number of rows of the longest chunk of `part`."""
+        return self.num_chunk_rows(Chunk(0, part))
+
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Pattern = Literal["ring", "direct", "serial"]

@@ -136,12 +136,12 @@ def _peer_memory(gpus: int) -> dict[str, Verdict]:
     if reason:
         instead = "NCCL" if gpus else "gloo"
         return {
-            copies: ("not available", f"{reason}: layers with sequence parallelism use {instead}"),
+            copies: ("not available", f"{reason}: messages use {instead}"),
             fused: ("not available", f"{reason}: `method: fused` runs p2p"),
         }
     peers = "all pairs of GPUs have peer access"
     return {
-        copies: ("works", f"{peers}. Groups inside the node use it with sequence parallelism, other groups NCCL"),
+        copies: ("works", f"{peers}. Groups inside the node use it, also Ulysses; other groups NCCL"),
         fused: ("works", f"{peers}. Not yet run on several GPUs: `auto` measures it first"),
     }
 

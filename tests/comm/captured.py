@@ -17,9 +17,20 @@ from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transport
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops import (
+    LinearPlan,
+    UlyssesPlan,
+    all_gather_linear,
+    copy_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    ulysses_attention,
+)
+from megatron_overlap.schedules import SequenceLayout
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.comm.copy_protocol import Recording
+
+Step = Callable[[Transport], list[torch.Tensor]]
 
 
 class Graph:
@@ -99,36 +110,71 @@ class CapturedBackend(CpuBackend):
         return self._graph.calls is not None
 
 
-def replay_layers(
-    group: dist.ProcessGroup, num_steps: int, plan: LinearPlan, dtype: torch.dtype
-) -> tuple[list[int], int]:
-    """Replay forward and backward of both layers, with new input in the same tensors.
-
-    Return the steps whose results differ from those of messages over gloo in fixed order, and the number of steps of
-    which every result differs from that of the step before.
-    """
-    generator = torch.Generator().manual_seed(dist.get_rank(group))
+def _rows(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
     shapes = ((8, 16), (24, 16), (16, 24))
-    x, w1, w2 = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    x, w1, w2 = leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
     dy = torch.zeros(8, 16, dtype=dtype)
 
     def step(transport: Transport) -> list[torch.Tensor]:
         hidden = all_gather_linear(x, w1, group=transport, plan=plan)
         y = linear_reduce_scatter(hidden, w2, group=transport, plan=plan)
-        return [hidden.detach(), y.detach(), *torch.autograd.grad(y, [x, w1, w2], dy)]
+        return [hidden.detach(), y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
+    return [*leaves, dy], step
+
+
+def _all_reduce(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
+    shapes = ((37, 16), (24, 16), (16, 24))
+    x, w1, w2 = leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    dy = torch.zeros(37, 16, dtype=dtype)
+
+    def step(transport: Transport) -> list[torch.Tensor]:
+        hidden = copy_linear(x, w1, group=transport, plan=plan)
+        y = linear_all_reduce(hidden, w2, group=transport, plan=plan)
+        return [hidden.detach(), y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    return [*leaves, dy], step
+
+
+def _ulysses(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
+    layout, groups = SequenceLayout.zigzag(32, group.size()), UlyssesPlan(num_groups=plan.chunks_per_rank)
+    heads = (8, 4, 4)
+    qkv = [torch.zeros(32 // group.size(), 2, each, 8, dtype=dtype, requires_grad=True) for each in heads]
+    dy = torch.zeros_like(qkv[0], requires_grad=False)
+
+    def step(transport: Transport) -> list[torch.Tensor]:
+        y = ulysses_attention(*qkv, group=transport, layout=layout, plan=groups)
+        return [y.detach(), *torch.autograd.grad(y, qkv, dy)]
+
+    return [*qkv, dy], step
+
+
+STEPS = {"rows": _rows, "all-reduce": _all_reduce, "Ulysses": _ulysses}
+"""Forward and backward of operations between symmetric buffers, and the tensors that they read."""
+
+
+def replay(
+    group: dist.ProcessGroup, name: str, num_steps: int, plan: LinearPlan, dtype: torch.dtype
+) -> tuple[list[int], int]:
+    """Replay forward and backward of an operation, with new input in the same tensors.
+
+    Return the steps whose results differ from those of messages over gloo in fixed order, and the number of steps of
+    which every result differs from that of the step before.
+    """
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    tensors, step = STEPS[name](group, plan, dtype)
     graph = Graph()
     backend = CapturedBackend(HostGroup(group), graph)
     copies, messages = CopyTransport(backend), OrderedTransport(GlooTransport(group))
     step(copies)  # allocates the symmetric buffers
-    results, replay = graph.capture(backend.computing, lambda: step(copies))
+    results, play = graph.capture(backend.computing, lambda: step(copies))
     copies.begin = None  # type: ignore[assignment,method-assign]  # a replay runs no op
     different, num_changed, before = [], 0, [torch.empty(0)] * len(results)
     for number in range(num_steps):
         with torch.no_grad():
-            for tensor in (x, w1, w2, dy):
+            for tensor in tensors:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
-        replay()
+        play()
         if not all(map(torch.equal, results, step(messages))):
             different.append(number)
         num_changed += not any(map(torch.equal, results, before))

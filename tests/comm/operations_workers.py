@@ -14,7 +14,9 @@ from megatron_overlap.comm.transport import OrderedTransport, Transport
 from megatron_overlap.ops import (
     Gathering,
     GradientReduce,
+    LinearPlan,
     Projection,
+    all_gather_linear,
     attention_linear_reduce_scatter,
     balanced_attention,
     copy_linear,
@@ -47,6 +49,14 @@ def _all_reduce(transports: Sequence[Transport], group: dist.ProcessGroup, seed:
     return [hidden, y, *torch.autograd.grad(y, [x, v, w], dy.detach())]
 
 
+def _saved_gather(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    plan = LinearPlan(pattern="direct", save_gathered=True)
+    x, w, v, dy = _draw(64 * seed + group.rank(), (6, 16), (24, 16), (24, 16), (6 * group.size(), 24))
+    # The second gather uses the buffers of the first one before its backward.
+    ys = [all_gather_linear(x, each, group=transports[0], plan=plan) for each in (w, v)]
+    return [*ys, *torch.autograd.grad(ys, [x, w, v], [dy.detach()] * 2)]
+
+
 def _attention_projection(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     positions, heads, size = 8 * group.size(), 2, 8
     shape = positions, 1, heads, size
@@ -56,9 +66,13 @@ def _attention_projection(transports: Sequence[Transport], group: dist.ProcessGr
 
 
 def _ulysses(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    layout = SequenceLayout.zigzag(32, group.size())
-    tensors = ulysses.make_tensors(group, layout, heads=8, kv_heads=4, seed=seed)
-    return ulysses.run(ulysses_attention, tensors, group=transports[0], layout=layout)
+    results = []
+    # In the second call the ranks have different numbers of rows and of key/value heads.
+    for rows, heads, kv_heads in ((32, 8, 4), (30, 12, 3)):
+        layout = SequenceLayout.zigzag(rows, group.size())
+        tensors = ulysses.make_tensors(group, layout, heads=heads, kv_heads=kv_heads, seed=seed)
+        results += ulysses.run(ulysses_attention, tensors, group=transports[0], layout=layout)
+    return results
 
 
 def _ulysses_layer(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
@@ -107,6 +121,7 @@ def _experts(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
 
 OPERATIONS: dict[str, Operation] = {
     "all-reduce": _all_reduce,
+    "saved gather": _saved_gather,
     "attention projection": _attention_projection,
     "Ulysses attention": _ulysses,
     "Ulysses layer": _ulysses_layer,

@@ -25,7 +25,7 @@ def test_the_self_test_passes_and_every_feature_has_a_verdict(
         assert permit.what[:12] in printed
     words = " ".join(printed.split())
     assert "no CUDA device: `method: fused` runs p2p" in words
-    assert "no CUDA device: layers with sequence parallelism use gloo" in words
+    assert "no CUDA device: messages use gloo" in words
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport, TransportOptions
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.symmetric.cuda import open_copies
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
@@ -149,27 +150,39 @@ def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecor
     return check.flight_recorder
 
 
-def open_copies_transport(session: Session, group: dist.ProcessGroup) -> Transport | str:
-    """Return the transport of copy engines of a group of GPUs for a session, or why there is none. Collective."""
-    chosen = session.config.tensor.transport
-    if chosen == "nccl":
-        return "overlap.tensor.transport is nccl"
-    recorder = _checked_recorder(session, group)
-    transport: Transport | str
-    if session.trace is not None:
-        transport = "a trace measures the messages of NCCL"
-    elif session.config.tensor.recompute_gather == "never":
-        transport = "overlap.tensor.recompute_gather is never: the gathered rows are saved outside symmetric memory"
-    else:
-        # The tree of sums is over all ranks of a group, and not over those of a node.
-        tree = session.config.deterministic == "tp_invariant"
-        options = TransportOptions("copies", timeout_s=session.config.timeout_s, flight_recorder=recorder)
-        transport = open_copies(group, options, None if tree else partial(open_transport, session))
-    if isinstance(transport, str):
-        if chosen == "copies":
-            raise TransportError(f"overlap.tensor.transport: copies: {transport}; use auto")
+def open_device_transport(session: Session, group: dist.ProcessGroup, *, over_nodes: bool = False) -> Transport:
+    """Return the transport of operations on symmetric buffers: copy engines, or as `open_transport`. Collective.
+
+    The report names the transport of each group of GPUs, and why it has no copies. With `over_nodes` a group on several
+    hosts has copies inside each host.
+    """
+    transport = session.transports.find(group, "copies")
+    if transport is not None:
         return transport
-    session.transports.insert(group, transport, "copies")
+    if dist.get_backend(group) != "nccl":
+        return open_transport(session, group)
+    found = _open_copies(session, group, over_nodes=over_nodes)
+    ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
+    copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
+    session.counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
+    if isinstance(found, str):
+        return open_transport(session, group)
+    session.transports.insert(group, found, "copies")
+    return found
+
+
+def _open_copies(session: Session, group: dist.ProcessGroup, *, over_nodes: bool) -> Transport | str:
+    """The transport of copy engines of a group, or why it has none."""
+    chosen = session.config.transport
+    if chosen == "nccl":
+        return "overlap.transport is nccl"
+    recorder = _checked_recorder(session, group)
+    transport: Transport | str = "a trace measures the messages of NCCL"
+    if session.trace is None:
+        options = TransportOptions("copies", timeout_s=session.config.timeout_s, flight_recorder=recorder)
+        transport = open_copies(group, options, partial(open_transport, session) if over_nodes else None)
+    if isinstance(transport, str) and chosen == "copies":
+        raise TransportError(f"overlap.transport: copies: {transport}; use auto")
     return transport
 
 

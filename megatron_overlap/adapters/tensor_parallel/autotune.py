@@ -114,7 +114,7 @@ class LinearAutotuner(GroupAutotuners):
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
         check: Check,
-        transport: Callable[[dist.ProcessGroup, str], Transport],
+        transport: Callable[[dist.ProcessGroup], Transport],
     ) -> None:
         super().__init__(session, session.config.tensor.method)
         self._check, self._transport = check, transport
@@ -304,7 +304,7 @@ class LinearAutotuner(GroupAutotuners):
             all_reduces=kind.all_reduces,
             pattern=None if tensor.schedule == "auto" else tensor.schedule,
             chunks=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
-            copy_engines=self._transport(call.group, call.op).copy_engines,
+            copy_engines=self._transport(call.group).copy_engines,
         )
         return [Candidate("p2p", *each) for each in settings]
 

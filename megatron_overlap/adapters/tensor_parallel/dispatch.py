@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.diagnostics.consistency import open_copies_transport, open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks, OverlapBackend
@@ -29,7 +30,6 @@ from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedT
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
-from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import checked_linear
@@ -45,7 +45,6 @@ _NOT_OVERLAPPED = {
     EMBEDDING: "it has no GEMM to overlap its all-reduce or reduce-scatter with",
     "VocabParallelCrossEntropy": "it sums a few numbers per token, not rows",
 }
-_ROW_OPS = ("ag_gemm", "gemm_rs")  # of sequence parallelism, where ranks own rows
 
 
 class LinearAdapter(Adapter):
@@ -84,14 +83,13 @@ class LinearAdapter(Adapter):
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
-        self._row_transports: dict[dist.ProcessGroup, Transport] = {}
         self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
-        self._fused_transports = FusedTransports(session, self.transport)
+        self._fused_transports = FusedTransports(session, partial(open_transport, session))
         self._p2p = P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
         self.autotuner = LinearAutotuner(
-            session, self.run_candidate, self._fused.candidates, self.check, self.transport_of
+            session, self.run_candidate, self._fused.candidates, self.check, self.transport
         )
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
@@ -103,32 +101,15 @@ class LinearAdapter(Adapter):
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = open_transport(self._session, group)
+            # The tree of sums is over all ranks of a group, and not over those of a host.
+            transport = open_device_transport(self._session, group, over_nodes=not self.tp_invariant)
+            self._transports[group] = transport
         return transport
 
-    def row_transport(self, group: dist.ProcessGroup) -> Transport:
-        """The transport of layers with sequence parallelism: copy engines, or as `transport`."""
-        transport = self._row_transports.get(group)
-        if transport is None:
-            transport = self.transport(group) if dist.get_backend(group) != "nccl" else self._open_row_transport(group)
-            self._row_transports[group] = transport
-        return transport
-
-    def transport_of(self, group: dist.ProcessGroup, op: str) -> Transport:
-        """The transport of the messages of an operation."""
-        return self.row_transport(group) if op in _ROW_OPS else self.transport(group)
-
-    def is_capturable(self, group: dist.ProcessGroup, op: str) -> bool:
+    def is_capturable(self, group: dist.ProcessGroup) -> bool:
         """Whether a CUDA graph can capture an operation on `group`, whose transport must be open."""
-        transport = self._row_transports.get(group) if op in _ROW_OPS else None
+        transport = self._transports.get(group)
         return transport is not None and transport.capturable
-
-    def _open_row_transport(self, group: dist.ProcessGroup) -> Transport:
-        found = open_copies_transport(self._session, group)
-        ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
-        copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
-        self._counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
-        return self.transport(group) if isinstance(found, str) else found
 
     def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:
         """The transports of the parts of a split micro-batch, as `transport`."""
@@ -138,7 +119,7 @@ class LinearAdapter(Adapter):
     def part_gathers(self, group: dist.ProcessGroup) -> PartGathers | None:
         """The all-gathers of the parts by copy engines; None where the group has none."""
         if group not in self._part_gathers:
-            transport = self.row_transport(group)
+            transport = self.transport(group)
             self._part_gathers[group] = PartGathers(transport) if transport.copy_engines else None
         return self._part_gathers[group]
 
@@ -279,7 +260,7 @@ class LinearAdapter(Adapter):
 
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
-        for transports in (self._transports, self._row_transports, self._part_gathers):
+        for transports in (self._transports, self._part_gathers):
             transports.clear()
         self._fused_transports.close()
 
@@ -303,12 +284,12 @@ class P2PBackend:
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
-        if not self._adapter.is_capturable(call.group, call.op):
+        if not self._adapter.is_capturable(call.group):
             return CAPTURED
         return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        transport = self._adapter.transport_of(call.group, call.op)
+        transport = self._adapter.transport(call.group)
         if transport.capturable:
             self._capturable.add(_shapes(call))
         options: dict[str, Any] = {"group": transport, "plan": self._plan, "observer": call.hooks.overlapped}
@@ -316,7 +297,9 @@ class P2PBackend:
         if call.op == "ag_gemm":
             options["on_save"] = None if checked else call.hooks.saved
         if call.op in ("copy_gemm", "gemm_ar"):
-            options["deferred_wgrad"] = None if checked else self._adapter.deferred_wgrad
+            # A replay must not compute the weight gradient of a layer outside the graph.
+            alone = checked or is_capturing(call.x)
+            options["deferred_wgrad"] = None if alone else self._adapter.deferred_wgrad
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked
         return LINEAR_OPS[call.op](call.x, call.weight, call.bias, **options)

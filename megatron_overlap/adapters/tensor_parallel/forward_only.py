@@ -20,7 +20,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
-from megatron_overlap.schedules.heuristics import MAX_MESSAGES, MIN_CHUNK_ROWS, default_chunks, most_parts
+from megatron_overlap.schedules.heuristics import default_chunks, default_parts
 
 MARGIN = 0.05
 """The model must predict a gain of this fraction: a decode that is slower than stock costs more than a lost gain."""
@@ -101,7 +101,7 @@ def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link
 def _parts(call: Call, num_ranks: int, rows: int, row_bytes: int) -> tuple[int, int]:
     """Messages to each peer, and GEMMs, of p2p with its default settings."""
     if call.all_reduces:
-        parts = most_parts(MAX_MESSAGES, rows, MIN_CHUNK_ROWS, "both")
+        parts = default_parts(rows, on_device=False)
         return parts, 2 * parts
     chunks = default_chunks("all_gather" if call.op == "ag_gemm" else "reduce_scatter", num_ranks, rows, row_bytes)
     return chunks, num_ranks * chunks
@@ -164,9 +164,9 @@ class Shape:
 
 
 class ForwardOnlyCalls:
-    """The thresholds of all groups of one session. `transport` returns that of a group for an operation."""
+    """The thresholds of all groups of one session. `transport` returns that of a group."""
 
-    def __init__(self, transport: Callable[[dist.ProcessGroup, str], Transport]) -> None:
+    def __init__(self, transport: Callable[[dist.ProcessGroup], Transport]) -> None:
         self._transport = transport
         self._links: dict[tuple[dist.ProcessGroup, str, torch.dtype], tuple[Link, Link]] = {}
         self._thresholds: dict[tuple[dist.ProcessGroup, Call], Threshold] = {}
@@ -198,7 +198,7 @@ class ForwardOnlyCalls:
         key = call.group, call.op, call.x.dtype
         links = self._links.get(key)
         if links is None:
-            ways, sizes = (None, self._transport(call.group, call.op)), (_FEW_BYTES, _MANY_BYTES)
+            ways, sizes = (None, self._transport(call.group)), (_FEW_BYTES, _MANY_BYTES)
             few, many, p2p_few, p2p_many = slowest([_communication(call, size, way) for way in ways for size in sizes])
             stock = Link.fitted(_FEW_BYTES, few, _MANY_BYTES, many)
             links = self._links[key] = stock, Link.fitted(_FEW_BYTES, p2p_few, _MANY_BYTES, p2p_many)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes
 from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.comm import Transport
@@ -41,7 +41,7 @@ class UlyssesAdapter(Adapter):
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a context-parallel group; closed with the session."""
-        return open_transport(self.session, group)
+        return open_device_transport(self.session, group)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, **options: Any

@@ -154,12 +154,13 @@ class _QuerySplit(torch.autograd.Function):
         dy_shard = grads[0].contiguous().flatten(1)
         row_bytes = batch * features * dy_shard.itemsize
         schedule, layout = call.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
-        full = buffer_pool.take("gather", (positions, batch * features), dy_shard)
+        full = buffer_pool.take("gather", (positions, batch * features), dy_shard, symmetric=True)
         dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
         wgrad = WeightGradient(w, call.target) if need_w else None
         inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
         op = "attention_linear_reduce_scatter dgrad"
-        gather = PipelinedAllGather(transport, schedule, (dy_shard,), layout, (full,), op, whole=True)
+        gather = PipelinedAllGather(transport, schedule, (dy_shard,), layout, (full,), op, repeats=True)
+        gather.copy_own_rows()
         spans = Spans()
         for (start, stop), (dy,) in gather:
             if inputs is not None:

@@ -35,14 +35,7 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.gather_scatter import Gathers
-from megatron_overlap.schedules.heuristics import (
-    MAX_MESSAGES,
-    MIN_CHUNK_ROWS,
-    SHALLOW_DEPTH,
-    default_chunks,
-    default_pattern,
-    most_parts,
-)
+from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_parts, default_pattern
 from megatron_overlap.schedules.plan import Pattern, Split
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -87,29 +80,23 @@ class LinearPlan:
             return min(layout.num_chunk_rows(Chunk(last, part)) for part in range(layout.chunks_per_rank))
         if op == "copy_gemm":
             return num_rows
-        parts = PartLayout(num_rows, num_ranks, self._all_reduce_parts(num_rows))
+        parts = PartLayout(num_rows, num_ranks, self._all_reduce_parts(num_rows, on_device=device.type != "cpu"))
         return min(
             parts.rows(Chunk(last, part))[1] - parts.rows(Chunk(0, part))[0] for part in range(parts.chunks_per_rank)
         )
 
-    def all_reduce_schedule(self, transport: Transport, num_rows: int, device: torch.device, gathers: Gathers) -> Plan:
-        """The schedule of one rank for an all-reduce of `num_rows` rows.
+    def all_reduce_schedule(self, transport: Transport, num_rows: int, gathers: Gathers) -> tuple[Plan, PartLayout]:
+        """The schedule of one rank for an all-reduce of `num_rows` rows, and the rows of its chunks.
 
         Raises:
             ValueError: the pattern is `ring`.
         """
-        return _all_reduce_schedule(
-            transport.size,
-            transport.rank,
-            chunks_per_rank=self._all_reduce_parts(num_rows),
-            pattern=self.pattern or "direct",
-            split=self.split or "edge",
-            gathers=gathers,
-        )
+        parts = self._all_reduce_parts(num_rows, on_device=transport.on_device)
+        pattern, split = self.pattern or "direct", self.split or "edge"
+        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers)
 
-    def _all_reduce_parts(self, num_rows: int) -> int:
-        # A part is one GEMM over the rows of all owners.
-        return self.chunks_per_rank or most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
+    def _all_reduce_parts(self, num_rows: int, *, on_device: bool) -> int:
+        return self.chunks_per_rank or default_parts(num_rows, on_device=on_device)
 
 
 _DEFAULT_PLAN = LinearPlan()
@@ -190,10 +177,10 @@ class P2PMethod(LinearMethod):
         self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False
     ) -> PipelinedAllReduce:
         gathers: Gathers = "after" if work_follows else "between"
-        schedule = self.plan.all_reduce_schedule(self.transport, a.shape[0], a.device, gathers)
+        schedule, layout = self.plan.all_reduce_schedule(self.transport, a.shape[0], gathers)
         out = a.new_empty(a.shape[0], b.shape[1])
         add_in_place, tree = self.plan.add_in_place, self.plan.tree
-        total = PipelinedAllReduce(self.transport, schedule, out, op, add_in_place=add_in_place, tree=tree)
+        total = PipelinedAllReduce(self.transport, schedule, layout, out, op, add_in_place=add_in_place, tree=tree)
         total.compute(self._gemm_rows(a, b))
         return total
 
@@ -243,9 +230,12 @@ class P2PGather:
         self._num_rows, self._like = num_rows, shard
         row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
         schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
+        # Copies land in buffers of the transport: rows to save are copied from there.
+        self._saves_copy = save and transport.prepares
+        is_new = save and not self._saves_copy
         self._full = tuple(
             tensor.new_empty((num_rows, *tensor.shape[1:]))
-            if save
+            if is_new
             else transport.buffer_pool.take(
                 f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor, symmetric=True
             )
@@ -254,7 +244,7 @@ class P2PGather:
         self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)
         self._buffer_pool, self._version = transport.buffer_pool, None if save else version
         self._gather = PipelinedAllGather(
-            transport, schedule, payload, layout, self._full, op, whole=save, repeats=not save
+            transport, schedule, payload, layout, self._full, op, whole=is_new, repeats=not is_new
         )
         self._on_device = transport.on_device
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
@@ -293,6 +283,9 @@ class P2PGather:
             while not self._gather.done:
                 self._compute_next()
             self._gather.finish()
+        if self._saves_copy:
+            self._gather.copy_own_rows()
+            self._full = tuple(full.clone() for full in self._full)
         if self._version is not None:
             self._buffer_pool.remember("gather", self._full[0], self._version)
 
@@ -349,4 +342,9 @@ def _schedule(
     return schedule, schedule.layout(num_rows)
 
 
-_all_reduce_schedule = lru_cache(maxsize=256)(all_reduce_plan)
+@lru_cache(maxsize=256)
+def _all_reduce_schedule(
+    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers
+) -> tuple[Plan, PartLayout]:
+    plan = all_reduce_plan(size, rank, chunks_per_rank=parts, pattern=pattern, split=split, gathers=gathers)
+    return plan, PartLayout(num_rows, size, parts)

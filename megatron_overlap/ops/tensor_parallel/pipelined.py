@@ -11,7 +11,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
-from megatron_overlap.ops.call import gemm_into
+from megatron_overlap.ops.call import gemm_into, repeated
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, Plan
 
@@ -173,17 +173,6 @@ class PipelinedAllGather:
     def finish(self) -> None:
         """Waits until the own rows are sent too."""
         self._p2p_work.wait_all()
-
-
-def repeated[Derived](transport: Transport, of: tuple[object, ...], build: Callable[[], Derived]) -> Derived:
-    """What `build` returned for the same objects `of` in an earlier call with the present buffers of the transport."""
-    derived = transport.buffer_pool.derived
-    key = tuple(map(id, of))
-    found = derived.get(key)
-    if found is None:
-        found = derived[key] = of, build()  # `of` must live as long as its identity is a key
-    derived_before: Derived = found[1]
-    return derived_before
 
 
 class WorkRows:

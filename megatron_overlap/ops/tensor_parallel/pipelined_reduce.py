@@ -13,7 +13,8 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
-from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows, repeated
+from megatron_overlap.ops.call import repeated
+from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
 from megatron_overlap.ops.wgrad import Piece, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
@@ -251,17 +252,71 @@ def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return terms[0]
 
 
+class _SummedRows:
+    """The rows of an all-reduce: `terms`, received partial sums, and `summed`, where the sums of peers arrive.
+
+    Attributes:
+        received: partial sums by message.
+        terms_of: those of each own chunk `[R - 1, rows, F]` by their first message, where they are contiguous.
+        gathers: the messages that receive sums.
+        of_peers: rows of `summed`, without the own ones.
+        num_sent: rows that this rank sends.
+        repeated: the messages of a result. Without `summed` the sums of peers arrive in the result.
+    """
+
+    def __init__(self, plan: Plan, layout: PartLayout, terms: torch.Tensor, summed: torch.Tensor | None) -> None:
+        self._plan, self._layout, self._summed = plan, layout, summed
+        self.received: dict[int, torch.Tensor] = {}
+        self.terms_of: dict[int, torch.Tensor] = {}
+        self.gathers: list[int] = []
+        self._lands: dict[int, torch.Tensor] = {}
+        first = 0
+        for k, message in enumerate(plan.messages):
+            if message.recv.owner != plan.rank:
+                self.gathers.append(k)
+                continue
+            num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
+            if message.to == (plan.rank + 1) % plan.num_ranks and num_rows == longest:
+                self.terms_of[k] = terms[first : first + (plan.num_ranks - 1) * longest].unflatten(
+                    0, (plan.num_ranks - 1, longest)
+                )
+            # On all ranks it begins at the same row.
+            self.received[k] = terms[first : first + num_rows]
+            self._lands[k] = terms[first : first + layout.num_chunk_rows(message.send)]
+            first += longest
+        own = [layout.rows(Chunk(plan.rank, part)) for part in range(plan.chunks_per_rank)]
+        bounds = zip([0, *(stop for _, stop in own)], [*(start for start, _ in own), layout.num_rows], strict=True)
+        self.of_peers = [slice(start, stop) for start, stop in bounds if start < stop]
+        self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
+        self.repeated = Repeated(self._transfers)
+
+    def _transfers(self, out: torch.Tensor | None) -> list[Transfer]:
+        """The messages of the result `out`."""
+        assert out is not None
+        summed = out if self._summed is None else self._summed
+        transfers = []
+        for k, message in enumerate(self._plan.messages):
+            sent, to_receive = (slice(*self._layout.rows(chunk)) for chunk in (message.send, message.recv))
+            received, lands = self.received.get(k), self._lands.get(k)
+            if received is None:
+                received, lands = summed[to_receive], summed[sent]
+            transfers.append(Transfer(message, out[sent], received, lands=lands))
+        return transfers
+
+
 class PipelinedAllReduce:
     """An all-reduce of GEMM results. The owner of a chunk sums it, so all ranks get the same bits.
 
     The computing thread adds received chunks between its GEMMs. On the CPU it adds chunks that have arrived and does
-    not wait before `finish`. On CUDA a query for arrival would synchronise, so it adds at the positions in the plan.
+    not wait before `finish`. On a device a query for arrival would synchronise, so it adds at the positions in the
+    plan, each chunk in one kernel.
 
     Args:
-        transport, plan: carries partial sums and sums, in the order of an all-reduce plan.
+        transport: carries partial sums and sums.
+        plan, layout: an all-reduce plan and the rows of its chunks.
         out: all rows of the result `[num_rows, F]`, contiguous, written here. It also holds the own partial sums
             until they are sent: a sum arrives at the rows of its partial sum, and the owner sends it only after it
-            has received that partial sum.
+            has received that partial sum. Sums of a transport that `prepares` arrive in a symmetric buffer.
         op: name in error messages.
         add_in_place: wait and add at the positions in the plan; None chooses by the device.
         tree: add in the fixed tree, see `tree_sum`.
@@ -271,32 +326,26 @@ class PipelinedAllReduce:
         self,
         transport: Transport,
         plan: Plan,
+        layout: PartLayout,
         out: torch.Tensor,
         op: str,
         *,
         add_in_place: bool | None = None,
         tree: bool = False,
     ) -> None:
-        self._plan, self._out, self._tree = plan, out, tree
-        self._buffer_pool = transport.buffer_pool
-        self._layout = PartLayout(out.shape[0], plan.num_ranks, plan.chunks_per_rank)
-        self._in_place = out.device.type != "cpu" if add_in_place is None else add_in_place
-        self._gather_messages = [k for k, message in enumerate(plan.messages) if message.recv.owner != plan.rank]
-        partial = [k for k, message in enumerate(plan.messages) if message.recv.owner == plan.rank]
-        sizes = [self._layout.num_chunk_rows(plan.messages[k].recv) for k in partial]
-        received = self._buffer_pool.take("received", (sum(sizes), out.shape[1]), out).split(sizes)
-        self._received = dict(zip(partial, received, strict=True))
+        self._plan, self._layout, self._out, self._tree = plan, layout, out, tree
+        pool = self._buffer_pool = transport.buffer_pool
+        self._on_device = transport.on_device
+        self._in_place = self._on_device if add_in_place is None else add_in_place
+        longest = sum(map(layout.longest_chunk, range(plan.chunks_per_rank)))
+        terms = pool.take("received", ((plan.num_ranks - 1) * longest, out.shape[1]), out, symmetric=True)
+        self._summed = pool.take("summed", out.shape, out, symmetric=True) if transport.prepares else None
+        of = plan, layout, terms, self._summed
+        self._rows = repeated(transport, of, lambda: _SummedRows(*of))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
         self._finished = False
-        transfers = []
-        for k, message in enumerate(plan.messages):
-            recv = self._received[k] if k in self._received else self._rows(message.recv)
-            transfers.append(Transfer(message, self._rows(message.send), recv))
-        self._p2p_work = transport.begin(transfers, op)
-
-    def _rows(self, chunk: Chunk) -> torch.Tensor:
-        return self._out[slice(*self._layout.rows(chunk))]
+        self._p2p_work = transport.begin(Exchange(self._rows.repeated, out), op)
 
     def compute(self, gemm: GemmInto) -> None:
         """Runs the GEMMs."""
@@ -327,8 +376,7 @@ class PipelinedAllReduce:
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
-        num_rows = sum(self._layout.num_chunk_rows(message.send) for message in self._plan.messages)
-        return num_rows * self._out.shape[1] * self._out.element_size()
+        return self._rows.num_sent * self._out.shape[1] * self._out.element_size()
 
     def finish(self) -> torch.Tensor:
         """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete.
@@ -338,9 +386,12 @@ class PipelinedAllReduce:
         """
         if not self._finished:
             self._advance(len(self._plan.work), wait=True)
-            for k in self._gather_messages:
+            for k in self._rows.gathers:
                 self._p2p_work.wait(k)
             self._p2p_work.wait_all()
+            if self._summed is not None:
+                for rows in self._rows.of_peers:
+                    self._out[rows].copy_(self._summed[rows])
             self._finished = True
         return self._out
 
@@ -357,12 +408,16 @@ class PipelinedAllReduce:
 
     def _add(self, adds: tuple[int, ...]) -> None:
         """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
-        own = self._rows(self._plan.messages[adds[0]].recv)
+        own = self._out[slice(*self._layout.rows(self._plan.messages[adds[0]].recv))]
+        received = self._rows.received
+        for k in adds if self._on_device or self._tree else ():
+            self._p2p_work.wait(k)
         if self._tree:
-            for k in adds:
-                self._p2p_work.wait(k)
-            terms = {self._plan.messages[k].source: self._received[k] for k in adds}
+            terms = {self._plan.messages[k].source: received[k] for k in adds}
             own.copy_(tree_sum([terms.get(rank, own) for rank in range(self._plan.num_ranks)]))
+            return
+        if self._on_device and adds[0] in self._rows.terms_of:
+            add_terms(self._rows.terms_of[adds[0]], own, own)
             return
         total = own
         if len(adds) > 1 and own.element_size() < 4:
@@ -370,6 +425,6 @@ class PipelinedAllReduce:
             total.copy_(own)
         for k in adds:
             self._p2p_work.wait(k)
-            add_wide(total, self._received[k], self._buffer_pool)
+            add_wide(total, received[k], self._buffer_pool)
         if total is not own:
             own.copy_(total)

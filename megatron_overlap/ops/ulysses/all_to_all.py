@@ -3,17 +3,19 @@
 Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.ops.call import repeated
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
 from megatron_overlap.schedules.ulysses import Task
 
-Width = Callable[[int, int], int]
-"""`width(rank, group)`: features per row and batch entry of the heads of a rank in a head group."""
+Widths = tuple[tuple[int, ...], ...]
+"""Features per row and batch entry of the heads of a rank in a head group, by rank and group."""
 
 Produce = Callable[[int, tuple[int, ...], list[torch.Tensor]], None]
 """`produce(group, peers, slots)`: writes the own rows for the heads of each peer, `[own rows, B, width]` each."""
@@ -25,15 +27,104 @@ Consume = Callable[[int, int, torch.Tensor], None]
 """`consume(group, peer, rows)`: reads the own rows of the result for the heads of `peer`, `[own rows, B, width]`."""
 
 
+class _Shapes:
+    """The tensors of every rank in the buffers of a pass, in this order, `[rows, B, width]` each.
+
+    Attributes:
+        sent, received: own rows, by group and peer.
+        gathered, result: all rows, by group.
+        most_gathered, most_received: elements of the largest buffer of all ranks.
+    """
+
+    def __init__(self, sequence: SequenceLayout, batch: int, inputs: Widths, outputs: Widths) -> None:
+        self.sequence, self._batch = sequence, batch
+        ranks, groups = range(sequence.num_ranks), range(len(inputs[0]))
+        keys = [[(group, peer) for group in groups for peer in ranks if peer != rank] for rank in ranks]
+        own = [sequence.rows_of(rank) for rank in ranks]
+        self.sent, self.received = (
+            [{key: (own[rank], widths[key[1]][key[0]]) for key in keys[rank]} for rank in ranks]
+            for widths in (inputs, outputs)
+        )
+        self.gathered, self.result = (
+            [{group: (sequence.num_rows, widths[rank][group]) for group in groups} for rank in ranks]
+            for widths in (inputs, outputs)
+        )
+        self.most_gathered, self.most_received = (max(map(self.size, each)) for each in (self.gathered, self.received))
+
+    def size[Key](self, shapes: dict[Key, tuple[int, int]]) -> int:
+        """Elements of the tensors of a rank."""
+        return self._batch * sum(rows * width for rows, width in shapes.values())
+
+    def tensors[Key](self, buffer: torch.Tensor, shapes: dict[Key, tuple[int, int]]) -> dict[Key, torch.Tensor]:
+        """The tensors of this rank in `buffer`; of another rank: its own ones at the same places."""
+        sizes = [rows * self._batch * width for rows, width in shapes.values()]
+        parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
+        return {
+            key: part.view(rows, self._batch, width)
+            for part, (key, (rows, width)) in zip(parts, shapes.items(), strict=True)
+        }
+
+
+# Cached, because every layer makes the same call.
+_shapes = lru_cache(maxsize=256)(_Shapes)
+
+
+class _Pieces:
+    """The tensors of a pass in buffers, and its messages. Each call with the same buffers has the same ones.
+
+    Attributes:
+        sent, gathered, result, received: see `_Shapes`.
+        repeated: the messages.
+    """
+
+    def __init__(
+        self,
+        plan: AllToAllPlan,
+        shapes: _Shapes,
+        sent: torch.Tensor,
+        gathered: torch.Tensor,
+        result: torch.Tensor,
+        received: torch.Tensor,
+        *,
+        symmetric: bool,
+    ) -> None:
+        rank, sequence = plan.rank, shapes.sequence
+        self.sent, self.result = shapes.tensors(sent, shapes.sent[rank]), shapes.tensors(result, shapes.result[rank])
+        self.gathered = shapes.tensors(gathered, shapes.gathered[rank])
+        self.received = shapes.tensors(received, shapes.received[rank])
+        local = [[slice(*run) for run in sequence.local_runs(each)] for each in range(plan.num_ranks)]
+        whole = [[slice(*run) for run in runs] for runs in sequence.runs]
+        # Where the tensors land that this rank sends.
+        of_ranks = range(plan.num_ranks) if symmetric else ()
+        gathers = [shapes.tensors(gathered, shapes.gathered[each]) for each in of_ranks]
+        receives = [shapes.tensors(received, shapes.received[each]) for each in of_ranks]
+        transfers = []
+        for index, message in enumerate(plan.messages):
+            send, recv, to, lands = message.send, message.recv, message.to, None
+            if send.direction == "in":
+                source, sink = self.sent[send.group, to][local[rank][send.run]], self.gathered[recv.group]
+                received_rows = whole[recv.rows][recv.run]
+                if symmetric:
+                    lands = gathers[to][send.group][whole[rank][send.run]]
+            else:
+                source, sink = self.result[send.group][whole[to][send.run]], self.received[recv.group, recv.heads]
+                received_rows = local[rank][recv.run]
+                if symmetric:
+                    lands = receives[to][send.group, rank][local[to][send.run]]
+            transfers.append(Transfer(message.message(index), source, sink[received_rows], lands=lands))
+        self.num_bytes = sum(transfer.send.nbytes for transfer in transfers)
+        self.repeated = Repeated(lambda own: transfers)
+
+
 class HeadAllToAll:
     """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
     A received piece is written at its position in the whole sequence. No layout of the sequence over ranks needs a
-    permutation or padding. `input_width` and `output_width` are the features of the inputs and results of `attend`.
-    With `retain_gathered` the gathered rows outlive the pass, so they are not in a buffer of the transport.
+    permutation or padding. `inputs` and `outputs` are the features of the inputs and results of `attend`. With
+    `retain_gathered` the gathered rows outlive the pass, so they are not in a buffer of the transport.
 
     Attributes:
-        gathered: all rows of the own heads, one tensor `[S, B, width]` per group.
+        gathered: all rows of the own heads, `[S, B, width]` by group.
         num_bytes: bytes that this rank sends.
     """
 
@@ -42,51 +133,48 @@ class HeadAllToAll:
         transport: Transport,
         plan: AllToAllPlan,
         sequence: SequenceLayout,
-        input_width: Width,
-        output_width: Width,
+        inputs: Widths,
+        outputs: Widths,
         like: torch.Tensor,
         op: str,
         *,
         retain_gathered: bool,
     ) -> None:
         self._plan, self._buffer_pool, self._like = plan, transport.buffer_pool, like
-        rank, batch = plan.rank, like.shape[1]
-        groups, rows = range(plan.num_groups), sequence.num_rows
-        self._own_rows = own = sequence.rows_of(rank)
+        rank, take = plan.rank, transport.buffer_pool.take
+        self._own_rows = sequence.rows_of(rank)
         # The runs of this rank as rows of its own tensors and of the whole sequence.
-        self._local = local = [slice(*run) for run in sequence.local_runs(rank)]
+        self._local = [slice(*run) for run in sequence.local_runs(rank)]
         self._whole = [slice(*run) for run in sequence.runs[rank]]
-        shapes = [(rows, input_width(rank, group)) for group in groups]
-        self.gathered = (
-            [like.new_empty(rows, batch, width) for _, width in shapes]
-            if retain_gathered
-            else self._take("ulysses_gathered", shapes)
+        shapes, symmetric = _shapes(sequence, like.shape[1], inputs, outputs), transport.prepares
+        num_gathered, num_received = shapes.size(shapes.gathered[rank]), shapes.size(shapes.received[rank])
+        if symmetric:
+            # Buffers of the same size on all ranks.
+            num_gathered, num_received = shapes.most_gathered, shapes.most_received
+        if retain_gathered and not symmetric:
+            gathered = like.new_empty(num_gathered)
+        else:
+            gathered = take("ulysses_gathered", (num_gathered,), like, symmetric=True)
+        of = (
+            plan,
+            shapes,
+            take("ulysses_send", (shapes.size(shapes.sent[rank]),), like),
+            gathered,
+            take("ulysses_result", (shapes.size(shapes.result[rank]),), like),
+            take("ulysses_receive", (num_received,), like, symmetric=True),
         )
-        self._result = self._take("ulysses_result", [(rows, output_width(rank, group)) for group in groups])
-        keys = [(group, peer) for group in groups for peer in range(plan.num_ranks) if peer != rank]
-        send = self._take("ulysses_send", [(own, input_width(peer, group)) for group, peer in keys])
-        recv = self._take("ulysses_receive", [(own, output_width(peer, group)) for group, peer in keys])
-        self._send_buffers = dict(zip(keys, send, strict=True))
-        self._recv_buffers = dict(zip(keys, recv, strict=True))
-        transfers = []
-        for index, message in enumerate(plan.messages):
-            sent, received = message.send, message.recv
-            if sent.direction == "in":
-                source = self._send_buffers[sent.group, sent.heads][local[sent.run]]
-                sink = self.gathered[received.group][slice(*sequence.runs[received.rows][received.run])]
-            else:
-                source = self._result[sent.group][slice(*sequence.runs[sent.rows][sent.run])]
-                sink = self._recv_buffers[received.group, received.heads][local[received.run]]
-            transfers.append(Transfer(message.message(index), source, sink))
-        self.num_bytes = sum(transfer.send.nbytes for transfer in transfers)
-        self._p2p_work = transport.begin(transfers, op)
-
-    def _take(self, name: str, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Takes one buffer of the pool and splits it into tensors `[rows, B, width]`."""
-        batch = self._like.shape[1]
-        sizes = [rows * batch * width for rows, width in shapes]
-        parts = self._buffer_pool.take(name, (sum(sizes),), self._like).split(sizes) if sizes else ()
-        return [part.view(rows, batch, width) for part, (rows, width) in zip(parts, shapes, strict=True)]
+        if symmetric:
+            pieces = repeated(transport, of, lambda: _Pieces(*of, symmetric=True))
+        else:
+            pieces = _Pieces(*of, symmetric=False)
+        self._send_buffers, self._result, self._recv_buffers = pieces.sent, pieces.result, pieces.received
+        self.num_bytes = pieces.num_bytes
+        self._arrives = self.gathered = pieces.gathered
+        if symmetric and retain_gathered:
+            # Later messages overwrite the buffer.
+            retained = like.new_empty(shapes.size(shapes.gathered[rank]))
+            self.gathered = shapes.tensors(retained, shapes.gathered[rank])
+        self._p2p_work = transport.begin(Exchange(pieces.repeated), op)
 
     def run(
         self,
@@ -113,7 +201,10 @@ class HeadAllToAll:
             if task.step == "produce":
                 self._produce(produce, task.group, task.peers)
             elif task.step == "attend":
-                attend(task.group, self.gathered[task.group], self._result[task.group])
+                gathered, arrived = self.gathered[task.group], self._arrives[task.group]
+                if gathered is not arrived:
+                    gathered.copy_(arrived)
+                attend(task.group, gathered, self._result[task.group])
             else:
                 (peer,) = task.peers
                 rows = self._own_result(task.group) if peer == self._plan.rank else self._recv_buffers[task.group, peer]
@@ -146,17 +237,20 @@ class HeadAllToAll:
         buffers = {peer: self._send_buffers[group, peer] for peer in peers if peer != self._plan.rank}
         is_own = self._plan.rank in peers
         if is_own:
-            (buffers[self._plan.rank],) = self._take("ulysses_own", [(self._own_rows, self.gathered[group].shape[2])])
+            buffers[self._plan.rank] = self._take_own(self._arrives[group].shape[2])
         produce(group, peers, [buffers[peer] for peer in peers])
         if is_own:
             for local, whole in zip(self._local, self._whole, strict=True):
-                self.gathered[group][whole].copy_(buffers[self._plan.rank][local])
+                self._arrives[group][whole].copy_(buffers[self._plan.rank][local])
 
     def _own_result(self, group: int) -> torch.Tensor:
         result = self._result[group]
         if len(self._whole) == 1:
             return result[self._whole[0]]
-        (own,) = self._take("ulysses_own", [(self._own_rows, result.shape[2])])
+        own = self._take_own(result.shape[2])
         for local, whole in zip(self._local, self._whole, strict=True):
             own[local].copy_(result[whole])
         return own
+
+    def _take_own(self, width: int) -> torch.Tensor:
+        return self._buffer_pool.take("ulysses_own", (self._own_rows, self._like.shape[1], width), self._like)

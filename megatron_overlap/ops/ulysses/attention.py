@@ -6,6 +6,7 @@ of other groups; see `schedules.ulysses`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.ops.call import Observer, transport_for
 from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
-from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll
+from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
 from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
@@ -149,10 +150,9 @@ class UlyssesCall(NamedTuple):
         """Starts the messages of forward, or of backward, of `attention`."""
         size, rank, groups = self.transport.size, self.transport.rank, attention.heads.num_groups
         schedule = _schedule(size, rank, num_groups=groups, num_runs=self.layout.num_runs, pattern=self.plan.pattern)
-        widths = attention.inputs_width, attention.queries_width
-        if backward:
-            widths = attention.queries_width, attention.gradients_width
-        return HeadAllToAll(self.transport, schedule, self.layout, *widths, like, op, retain_gathered=not backward)
+        inputs, results, gradients = widths(attention.heads, attention.size)
+        both = (results, gradients) if backward else (inputs, results)
+        return HeadAllToAll(self.transport, schedule, self.layout, *both, like, op, retain_gathered=not backward)
 
 
 class _Ulysses(torch.autograd.Function):
@@ -253,18 +253,6 @@ class HeadAttention:
         self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
         self._partial_sums: dict[int, list[torch.Tensor]] = {}
 
-    def queries_width(self, rank: int, group: int) -> int:
-        """Features of the query heads: of the result of attention, and of its gradient."""
-        return _length(self.heads.queries(rank, group)) * self.size
-
-    def inputs_width(self, rank: int, group: int) -> int:
-        """Features of the queries, keys and values that are sent with a group."""
-        return self.queries_width(rank, group) + 2 * _length(self.heads.first_keys(rank, group)) * self.size
-
-    def gradients_width(self, rank: int, group: int) -> int:
-        """Features of the gradients that are complete after a group."""
-        return self.queries_width(rank, group) + 2 * _length(self.heads.last_keys(rank, group)) * self.size
-
     def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
         """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
         sizes = [_length(queries), _length(keys), _length(keys)]
@@ -318,6 +306,23 @@ class HeadAttention:
                 if head in range(*complete):
                     for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
                         gradient[:, :, head - complete[0]].copy_(total)
+
+
+@lru_cache(maxsize=256)
+def widths(heads: HeadLayout, size: int) -> tuple[Widths, Widths, Widths]:
+    """Features of the queries, keys and values that are sent with a group; of its results; of its sent gradients."""
+    ranks, groups = range(heads.num_ranks), range(heads.num_groups)
+
+    def features(keys: Callable[[int, int], Run] | None) -> Widths:
+        return tuple(
+            tuple(
+                (_length(heads.queries(rank, group)) + (0 if keys is None else 2 * _length(keys(rank, group)))) * size
+                for group in groups
+            )
+            for rank in ranks
+        )
+
+    return features(heads.first_keys), features(None), features(heads.last_keys)
 
 
 def _length(run: Run) -> int:

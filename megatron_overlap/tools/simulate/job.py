@@ -252,8 +252,7 @@ def job_of(config: LaunchConfig) -> Job:
     overlap = LinearOverlap("stock")
     if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
         chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank
-        # The copy engines write to buffers of the transport, not to rows that are saved for backward.
-        copies = tensor.transport != "nccl" and tensor.recompute_gather != "never"
+        copies = config.overlap.transport != "nccl"
         pattern: Pattern = "direct" if tensor.schedule == "auto" else tensor.schedule
         overlap = LinearOverlap(tensor.method, pattern, chunks, copies=copies)
     elif tensor.method == "fused" and parallel.sequence_parallel:

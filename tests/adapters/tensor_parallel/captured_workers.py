@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def in_a_graph() -> Iterator[None]:
 
 @contextmanager
 def copies(group: dist.ProcessGroup, tensor: dict[str, Any]) -> Iterator[Job]:
-    """A session whose layers with sequence parallelism communicate by copies."""
+    """A session whose layers communicate by copies."""
     from megatron.core import parallel_state
 
     from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
@@ -65,7 +65,7 @@ def copies(group: dist.ProcessGroup, tensor: dict[str, Any]) -> Iterator[Job]:
     transport = CopyTransport(backend)
     with enable(OverlapConfig(tensor=tensor), strict=True) as session:
         adapter = session.adapter(LinearAdapter)
-        adapter._row_transports[parallel_state.get_tensor_model_parallel_group()] = transport
+        adapter._transports[parallel_state.get_tensor_model_parallel_group()] = transport
         yield Job(session, adapter, backend, graph)
         dist.barrier(group)
     transport.close()
@@ -74,10 +74,10 @@ def copies(group: dist.ProcessGroup, tensor: dict[str, Any]) -> Iterator[Job]:
 class Layer:
     """One layer, with input and output gradient in static tensors."""
 
-    def __init__(self, kind: str, group: dist.ProcessGroup) -> None:
-        self._module = make_layer(kind, torch.float32)
+    def __init__(self, kind: str, group: dist.ProcessGroup, *, plain: bool = False) -> None:
+        self._module = make_layer(kind, torch.float32, sequence_parallel=not plain)
         self.group = self._module.tp_group
-        x, self.dy = make_data(kind, torch.float32, SEQUENCE, group.size(), group.rank())
+        x, self.dy = make_data(kind, torch.float32, SEQUENCE, group.size(), group.rank(), parallel=not plain)
         self.x = x.requires_grad_()
         self._output = torch.empty(0)
 
@@ -87,9 +87,9 @@ class Layer:
         return [self._output.detach()]
 
     def backward(self) -> list[torch.Tensor]:
-        """Returns the gradients of input, weight and bias."""
+        """Returns the gradients of input, weight and bias, as Megatron's capture: None of a postponed one."""
         leaves = [self.x, self._module.weight, self._module.bias]
-        return list(torch.autograd.grad(self._output, leaves, self.dy))
+        return list(torch.autograd.grad(self._output, leaves, self.dy, allow_unused=True))
 
     def draw(self, generator: torch.Generator) -> None:
         """Writes new numbers to input and output gradient."""
@@ -98,8 +98,12 @@ class Layer:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
-def replay(group: dist.ProcessGroup, num_steps: int, tensor: dict[str, Any]) -> tuple[list[int], int, dict[str, int]]:
+def replay(
+    group: dist.ProcessGroup, num_steps: int, tensor: dict[str, Any], plain: bool
+) -> tuple[list[int], int, dict[str, int]]:
     """Replays forward and backward of both layers, each captured apart, and runs them without a graph.
+
+    `plain` is without sequence parallelism: no weight gradient is postponed, as in a graph.
 
     Returns the steps with different bits, the number of steps of which every result differs from that of the step
     before, and the overlapped passes that the captures counted.
@@ -107,7 +111,7 @@ def replay(group: dist.ProcessGroup, num_steps: int, tensor: dict[str, Any]) -> 
     start(group)
     generator = torch.Generator().manual_seed(group.rank())
     with copies(group, tensor) as job:
-        eager, static = ([Layer(kind, group) for kind in KINDS] for _ in range(2))
+        eager, static = ([Layer(kind, group, plain=plain) for kind in KINDS] for _ in range(2))
         passes = [layer.forward for layer in static], [layer.backward for layer in reversed(static)]
 
         def run(steps: list[Callable[[], list[torch.Tensor]]]) -> list[torch.Tensor]:
@@ -128,7 +132,8 @@ def replay(group: dist.ProcessGroup, num_steps: int, tensor: dict[str, Any]) -> 
                     same.dy.copy_(layer.dy)
             for _, play in graphs:
                 play()
-            expected = run([layer.forward for layer in eager]) + run([layer.backward for layer in reversed(eager)])
+            with in_a_graph() if plain else nullcontext():
+                expected = run([layer.forward for layer in eager]) + run([layer.backward for layer in reversed(eager)])
             if not all(map(torch.equal, results, expected)):
                 different.append(number)
             num_changed += not any(map(torch.equal, results, last))
@@ -182,9 +187,9 @@ def reasons(group: dist.ProcessGroup) -> dict[str, list[str | None]]:
             after = p2p.unsupported_capture_reason(call)
             p2p._capturable.clear()
             before = p2p.unsupported_capture_reason(call)
-            job.adapter._row_transports.clear()
+            job.adapter._transports.clear()
             unopened = p2p.unsupported_capture_reason(call)
-            job.adapter.row_transport(call.group)
+            job.adapter.transport(call.group)
             gloo = p2p.unsupported_capture_reason(call)
             found[kind] = [after, before, unopened, gloo, fused.unsupported_capture_reason(call)]
     return found
@@ -242,7 +247,7 @@ def settings_of_copies(group: dist.ProcessGroup) -> dict[str, bool]:
     with enable(OverlapConfig(tensor={"method": "auto"})) as session:
         adapter: Any = session.adapter(LinearAdapter)
         group = parallel_state.get_tensor_model_parallel_group()
-        adapter._row_transports[group] = SimpleNamespace(copy_engines=True)
+        adapter._transports[group] = SimpleNamespace(copy_engines=True)
         kind: Any = SimpleNamespace(rows=64, in_features=16, out_features=16, all_reduces=False)
         for op in ("ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar"):
             call: Any = SimpleNamespace(group=group, op=op, x=torch.zeros(2, 2))

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap import OverlapConfig, enable
+from megatron_overlap import OverlapConfig, Session, enable
 from megatron_overlap.ops import reference
 from tests.helpers.collectives import LateNodesTransport
 from tests.helpers.numerics import assert_close_to_exact
@@ -150,7 +150,7 @@ def against_stock(
             from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
             transport = opened.enter_context(closing(LateNodesTransport(group, nodes, on_device=True)))
-            session.adapter(LinearAdapter)._row_transports[layer.tp_group] = transport
+            session.adapter(LinearAdapter)._transports[layer.tp_group] = transport
         mine = step(layer, x, dy, recompute=recompute)
         sites = session.report().sites
         dist.barrier(group)
@@ -371,6 +371,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
 def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tuple[str, float | None, str, bool]:
     """How a session opens the copies of a group: channel, deadline, flight recorder, and whether hosts may differ."""
     from megatron_overlap.adapters.diagnostics import consistency
+    from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
     opened: list[Any] = []
 
@@ -378,14 +379,15 @@ def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tu
         opened.extend((options, between is not None))
         return "no GPU"
 
-    check = SimpleNamespace(check_group=lambda group: None, flight_recorder="recorder")
-    tensor = SimpleNamespace(transport="auto", recompute_gather="auto")
-    session: Any = SimpleNamespace(
-        config=SimpleNamespace(tensor=tensor, timeout_s=7.0, deterministic=deterministic),
-        trace=None,
-        find=lambda kind: check,
-    )
-    with patch.object(consistency, "open_copies", open_copies):
-        assert consistency.open_copies_transport(session, group) == "no GPU"
+    with (
+        Session(OverlapConfig.model_validate({"timeout_s": 7.0, "deterministic": deterministic})) as session,
+        patch.object(consistency, "open_copies", open_copies),
+        patch.object(consistency.dist, "get_backend", return_value="nccl"),
+        patch.object(consistency, "_checked_recorder", return_value="recorder"),
+        patch.object(consistency, "open_transport", return_value="messages"),
+    ):
+        adapter: Any = session.adapter(LinearAdapter)
+        assert adapter.transport(group) == adapter.transport(group) == "messages"
+        assert set(session.counters.transports.values()) == {"NCCL: no GPU"}
     options, between = opened
     return options.channel, options.timeout_s, options.flight_recorder, between

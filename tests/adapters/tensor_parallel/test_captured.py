@@ -14,11 +14,19 @@ STEPS = 100
 CAPTURED = "a CUDA graph is being captured"
 
 
-@pytest.mark.parametrize("tensor", [{"method": "p2p", "chunks_per_rank": 2}, {"method": "p2p", "schedule": "ring"}])
-def test_a_hundred_replays_of_both_layers(ranks: World, tensor: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "plain"),
+    [
+        ({"method": "p2p", "chunks_per_rank": 2}, False),
+        ({"method": "p2p", "schedule": "ring"}, False),
+        ({"method": "p2p", "chunks_per_rank": 2}, True),
+    ],
+)
+def test_a_hundred_replays_of_both_layers(ranks: World, tensor: dict[str, Any], plain: bool) -> None:
     """Forward and backward are captured in two graphs. The report counts a captured pass once."""
-    passes = {f"{op} {way}": 1 for op in ("ag_gemm", "gemm_rs") for way in ("forward", "dgrad", "wgrad")}
-    for different, num_changed, counted in ranks.run(RANKS, cases.replay, STEPS, tensor):
+    ops = ("copy_gemm", "gemm_ar") if plain else ("ag_gemm", "gemm_rs")
+    passes = {f"{op} {way}": 1 for op in ops for way in ("forward", "dgrad", "wgrad")}
+    for different, num_changed, counted in ranks.run(RANKS, cases.replay, STEPS, tensor, plain):
         assert different == []
         assert num_changed == STEPS
         assert counted == passes
@@ -48,5 +56,5 @@ def test_joint_operations_are_not_captured(ranks: World) -> None:
 
 
 def test_autotuning_lists_the_candidates_of_the_transport(ranks: World) -> None:
-    found = {"ag_gemm": True, "gemm_rs": True, "copy_gemm": False, "gemm_ar": False}
+    found = dict.fromkeys(("ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar"), True)
     assert ranks.run(RANKS, cases.settings_of_copies) == [found] * RANKS

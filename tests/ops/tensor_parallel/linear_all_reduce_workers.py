@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint as recompute
 
 from megatron_overlap.comm import transport_of
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import LinearPlan, copy_linear, linear_all_reduce, linear_reduce_scatter, reference
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.wgrad import DeferredWgrad
+from tests.helpers.collectives import device_copies
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
@@ -57,10 +59,16 @@ def against_reference(
     seed: int = 1,
     repeats: int = 2,
     hosts: int = 1,
+    copies: bool = False,
 ) -> bytes:
-    """Output and every gradient against the reference; the bits of what every rank must have alike."""
+    """Output and every gradient against the reference; the bits of what every rank must have alike.
+
+    With `copies` the calls run as on a device with copy engines.
+    """
     fused = isinstance(plan, FusedPlan)
     transport: Any = fused_transport(group, hosts) if fused else LateTransport(group) if late else transport_of(group)
+    if copies:
+        transport = device_copies(HostGroup(group), ring_bytes=512)
     size = dist.get_world_size(group)
     bits = b""
     for repeat in range(repeats):
@@ -90,7 +98,10 @@ def against_reference(
         alike = got[0] if summed else got[1]
         assert alike is not None
         bits += alike.float().numpy().tobytes()
-    if late or fused:
+    if copies:
+        dist.barrier(group)
+        assert not any(ring._number for ring in transport.rings.sent.values()), "a message passed through a ring"
+    if late or fused or copies:
         transport.close()
     return bits
 

@@ -38,6 +38,27 @@ def test_additions_at_the_places_of_the_plan(world: World, op: str, late: bool) 
     assert_same(world.run(4, cases.against_reference, op, 50, 16, f, torch.float32, plan, late=late))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "rows", "chunks", "dtype"),
+    [
+        (2, 64, 1, torch.float32),
+        (3, 61, 2, torch.bfloat16),
+        (4, 96, 3, torch.bfloat16),
+        (4, 61, 3, torch.float32),
+        (4, 3, 2, torch.float32),
+        (4, 256, None, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_over_copy_engines(
+    world: World, op: str, num_ranks: int, rows: int, chunks: int | None, dtype: torch.dtype
+) -> None:
+    """In the order of a device, between symmetric buffers that hold NaN; also chunks of different lengths."""
+    f = 300 if op == "copy_linear" else 33
+    args = op, rows, 48, f, dtype, LinearPlan(pattern="direct", chunks_per_rank=chunks)
+    assert_same(world.run(num_ranks, cases.against_reference, *args, late=False, copies=True))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3])
 @pytest.mark.parametrize("op", OPS)
 def test_fewer_rows_than_ranks_or_parts(world: World, op: str, rows: int) -> None:

@@ -123,8 +123,7 @@ def test_a_config_may_leave_the_copy_engines_out() -> None:
         return job_of(load_launch_config(config, overrides)).tensor_overlap.copies
 
     assert copies()
-    assert not copies("overlap.tensor.transport=nccl")
-    assert not copies("overlap.tensor.recompute_gather=never")
+    assert not copies("overlap.transport=nccl")
     given = {"collective": 0.5, "gbps": 3.0}
     assert linear(gpu(**given), copies=False).column_backward() == linear(gpu(engines=False, **given)).column_backward()
 
