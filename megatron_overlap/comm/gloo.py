@@ -14,6 +14,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -168,9 +169,10 @@ class GlooP2PWork:
     def is_completed(self, message: int) -> bool:
         return self._received[message]
 
-    def wait(self, message: int) -> None:
-        if not self._received[message]:
-            self._wait_until(lambda: self._received[message], message)
+    def wait(self, *messages: int) -> None:
+        for message in messages:
+            if not self._received[message]:
+                self._wait_until(partial(self._received.__getitem__, message), message)
 
     def wait_all(self) -> None:
         transport, num = self._transport, len(self._transfers)

@@ -178,7 +178,10 @@ class NcclP2PWork:
     def is_completed(self, message: int) -> bool:
         return False
 
-    def wait(self, message: int) -> None:
+    def wait(self, *messages: int) -> None:
+        if not messages:
+            return
+        message = max(messages)
         while len(self._works) <= message:
             self._enqueue_next()
         # With one hardware queue a second wait for the same message delays later work until the stream reaches it.

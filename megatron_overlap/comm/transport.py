@@ -138,8 +138,8 @@ class P2PWork(Protocol):
     def mark_ready(self, work_done: int) -> None:
         """Allow the sends that depend on `work[:work_done]` of the plan; on a device, enqueue those placed there."""
 
-    def wait(self, message: int) -> None:
-        """Return when the caller may read what `message` receives. On CUDA: order the current stream after it.
+    def wait(self, *messages: int) -> None:
+        """Return when the caller may read what `messages` receive. On CUDA: order the current stream after them.
 
         Raises:
             TransportError: the peer is gone or the deadline has passed.

@@ -26,8 +26,6 @@ MAX_MESSAGES = 8
 # Limit for two ranks, where row counts often permit only 6 of 8 parts: 4 parts take 2-7 % less time than 6 if
 # communication takes at most as long as the GEMM, and the same time if it takes twice as long (61 and 41 rounds).
 _MAX_PARTS = 4
-# Of an all-reduce on a device: a part sends two messages to each peer, and the host enqueues every message.
-_MAX_DEVICE_PARTS = 2
 
 type Knob = tuple[str, str | int]
 """A field of `ops.tensor_parallel.fused.kernels.FusedPlan` and a value that is not its default."""
@@ -78,8 +76,11 @@ def default_chunks(
 
 
 def default_parts(num_rows: int, *, on_device: bool) -> int:
-    """Return the parts of an all-reduce of `num_rows` rows. A part is one GEMM over the rows of all owners."""
-    return most_parts(_MAX_DEVICE_PARTS if on_device else MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
+    """Return the parts of an all-reduce of `num_rows` rows. On the CPU a part is one GEMM over the rows of all owners.
+
+    On a device one part: further ones cost more than they hide (`tests/ops/tensor_parallel/device_layers.py`).
+    """
+    return 1 if on_device else most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
 
 
 def most_parts(most: int, rows: int, smallest: int, small: Small) -> int:

@@ -7,7 +7,8 @@ the CUDA driver are not in the figures; `calls` counts them. `gemms_us` is the t
 torch adds the partial sums of a reduce-scatter, where CUDA launches a kernel. The figures are CPU time: other programs
 on the host add less to it than to wall-clock time.
 
-A column-parallel layer has three operations in both passes, a row-parallel layer two. A call of `backward` starts
+A column-parallel layer has three operations in both passes, a row-parallel layer two. Without sequence parallelism each
+has one, an all-reduce: two messages to each peer. A call of `backward` starts
 torch's autograd engine once. The blocks show the layers as in a training step: one call runs many backward passes.
 """
 
@@ -28,7 +29,7 @@ from harness import versions
 
 from megatron_overlap.comm.symmetric.backend import FlagStep
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 
 WIDTH = 16
@@ -116,24 +117,33 @@ def cases(backend: Any, ranks: int) -> dict[str, Case]:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     main_grad = torch.zeros(WIDTH, WIDTH)
 
-    def forward(function: Any, x: torch.Tensor) -> object:
+    def forward(function: Any, x: torch.Tensor, group: P2PMethod = method) -> object:
         with torch.no_grad():
-            return function(x.detach(), weight, group=method)
+            return function(x.detach(), weight, group=group)
 
-    def both(functions: Sequence[Any], x: torch.Tensor, dy: torch.Tensor) -> None:
+    def both(functions: Sequence[Any], x: torch.Tensor, dy: torch.Tensor, group: P2PMethod = method) -> None:
         y = x.detach().requires_grad_()
         for function in functions:
-            y = function(y, weight, group=method, main_grad=main_grad)
+            y = function(y, weight, group=group, main_grad=main_grad)
         y.backward(dy)
 
     column, row = all_gather_linear, linear_reduce_scatter
+    # An all-reduce has one GEMM for each owner.
+    reducing = P2PMethod(method.transport, LinearPlan(pattern="direct", split="all"))
     return {
         "all_gather_linear forward": Case(lambda: forward(column, shard), ranks, 1),
         "linear_reduce_scatter forward": Case(lambda: forward(row, whole), ranks, 1),
         "all_gather_linear both passes": Case(lambda: both([column], shard, whole), 2 * ranks + 1, 3),
         "linear_reduce_scatter both passes": Case(lambda: both([row], whole, shard), 2 * ranks + 1, 2),
+        "linear_all_reduce forward": Case(lambda: forward(linear_all_reduce, whole, reducing), ranks, 1),
+        "copy_linear both passes": Case(lambda: both([copy_linear], whole, whole, reducing), ranks + 2, 1),
         f"{BLOCKS} blocks, both passes": Case(
             lambda: both([column, row] * BLOCKS, shard, shard), BLOCKS * (4 * ranks + 2), BLOCKS * 5
+        ),
+        f"{BLOCKS} blocks of all-reduces, both passes": Case(
+            lambda: both([copy_linear, linear_all_reduce] * BLOCKS, whole, whole, reducing),
+            BLOCKS * (2 * ranks + 4),
+            BLOCKS * 2,
         ),
     }
 
@@ -171,7 +181,7 @@ def main() -> None:
         row |= {"us": min(times), "median_us": median(times), "gemms_us": case.gemms * gemm}
         rows.append(row)
         each = f"{row['us'] / case.operations:6.1f} us an operation, median {row['median_us'] / case.operations:6.1f}"
-        print(f"{name:36} {each}, of them GEMM calls {row['gemms_us'] / case.operations:4.1f}", flush=True)
+        print(f"{name:40} {each}, of them GEMM calls {row['gemms_us'] / case.operations:4.1f}", flush=True)
     if args.json:
         figures = {"rows": rows, "versions": versions(), "command": sys.argv}
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -62,7 +62,7 @@ class _UnorderedWork:
     def is_completed(self, message: int) -> bool:
         return True
 
-    def wait(self, message: int) -> None:
+    def wait(self, *messages: int) -> None:
         pass
 
     def wait_all(self) -> None:

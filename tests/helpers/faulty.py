@@ -62,11 +62,12 @@ class CorruptP2PWork:
     def is_completed(self, message: int) -> bool:
         return message in self._completed
 
-    def wait(self, message: int) -> None:
-        self._inner.wait(message)
-        if message not in self._completed:
-            self._completed.add(message)
-            self._owner.arrived(self._transfers[message], self._op)
+    def wait(self, *messages: int) -> None:
+        self._inner.wait(*messages)
+        for message in messages:
+            if message not in self._completed:
+                self._completed.add(message)
+                self._owner.arrived(self._transfers[message], self._op)
 
 
 class LossyTransport(GlooTransport):

@@ -84,11 +84,12 @@ class LateP2PWork:
     def is_completed(self, message: int) -> bool:
         return message in self._completed
 
-    def wait(self, message: int) -> None:
-        self._p2p_work.wait(message)
-        self._completed.add(message)
-        for recv, hidden in zip(self._recvs[message], self._hidden[message], strict=True):
-            recv.copy_(hidden)
+    def wait(self, *messages: int) -> None:
+        self._p2p_work.wait(*messages)
+        self._completed.update(messages)
+        for message in messages:
+            for recv, hidden in zip(self._recvs[message], self._hidden[message], strict=True):
+                recv.copy_(hidden)
 
     def wait_all(self) -> None:
         for message in range(len(self._recvs)) if self._together else ():

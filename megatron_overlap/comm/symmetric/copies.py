@@ -52,7 +52,8 @@ class _Message:
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
         sent: sets the flag of the receiver.
-        received: waits for the flag; None if the message has no bytes.
+        flag: the wait for the flag; None if the message has no bytes or passes through a ring.
+        received: it waits for the flag.
     """
 
     plan: Message
@@ -64,6 +65,7 @@ class _Message:
     lands: torch.Tensor | None = None
     free: object | None = None
     sent: object | None = None
+    flag: FlagStep | None = None
     received: object | None = None
 
 
@@ -74,7 +76,8 @@ class _Messages:
     Attributes:
         through_ring: whether a message passes through a ring: the operation is prepared again each time.
         buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
-        all_received: waits for all flags; None with a message that passes through a ring or `forwards`.
+        waits_together: no message passes through a ring or `forwards`: one call of the driver may wait for several.
+        received: waits for the flags of several messages, by their numbers.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
     """
@@ -83,7 +86,8 @@ class _Messages:
     all: list[_Message] = field(default_factory=list)
     through_ring: bool = False
     buffers_are_free: object | None = None
-    all_received: object | None = None
+    waits_together: bool = False
+    received: dict[tuple[int, ...], object] = field(default_factory=dict)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
 
@@ -175,7 +179,7 @@ class CopyTransport:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(op, marks=[0]), self.backend.computing, self.sending
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        free, received_flags = list[FlagStep](), list[FlagStep]()
+        free = list[FlagStep]()
         awaited = list[tuple[_Message, list[FlagStep]]]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
@@ -208,8 +212,8 @@ class CopyTransport:
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
                 note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=True)
-                received_flags.append(FlagStep(words[self.rank], flag, False, note))
-                message.received = computing.prepare(received_flags[-1:])
+                message.flag = FlagStep(words[self.rank], flag, False, note)
+                message.received = computing.prepare([message.flag])
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
@@ -219,8 +223,7 @@ class CopyTransport:
         for message, steps in awaited:
             message.free = sending.prepare(steps)
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
-        if received_flags and not messages.through_ring and not messages.forwards:
-            messages.all_received = computing.prepare(received_flags)
+        messages.waits_together = not (messages.through_ring or messages.forwards)
         messages.marks = sorted(set(messages.marks))
         return messages
 
@@ -280,7 +283,7 @@ class CopyP2PWork:
         self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, begun: object, captured: bool
     ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
-        self._all_received = messages.all_received
+        self._waits_for = messages.received if messages.waits_together else None
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
         self._pieces_to_send: list[list[Piece]] = []
@@ -372,7 +375,36 @@ class CopyP2PWork:
     def is_completed(self, message: int) -> bool:
         return False
 
-    def wait(self, message: int) -> None:
+    def wait(self, *messages: int) -> None:
+        if self._waits_for is not None and len(messages) > 1 and not any(self._received[each] for each in messages):
+            self._wait_together(messages)
+        else:
+            for message in messages:
+                self._wait(message)
+
+    def _wait_together(self, messages: tuple[int, ...]) -> None:
+        """Waits for messages between symmetric buffers in one call of the driver."""
+        assert self._waits_for is not None
+        last = max(messages)
+        while self._num_sent <= last and self._may_send():
+            self._send_next()
+        received = self._waits_for.get(messages)
+        if received is None:
+            flags = [flag for flag in (self._messages[each].flag for each in messages) if flag is not None]
+            received = self._waits_for[messages] = self._computing.prepare(flags)
+        for each in messages:
+            self._received[each] = True
+        self._num_waited += len(messages)
+        if self._captured:
+            self._computing.after(self._sending.mark())
+        try:
+            self._computing.run(received)
+        except TransportError as error:
+            raise self._not_received(error) from error
+        if last == self._num_messages - 1 and not self.has_more_to_send:
+            self._wait_sends()
+
+    def _wait(self, message: int) -> None:
         # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
         while self._num_sent <= message and self._may_send():
             self._send_next()
@@ -413,18 +445,8 @@ class CopyP2PWork:
         return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
 
     def wait_all(self) -> None:
-        if self._all_received is not None and not self._num_waited:
-            self.send_ready()
-            if self._captured:
-                self._computing.after(self._sending.mark())
-            try:
-                self._computing.run(self._all_received)
-            except TransportError as error:
-                raise self._not_received(error) from error
-            self._received, self._num_waited = [True] * self._num_messages, self._num_messages
-        elif self._num_waited < self._num_messages:
-            for message in range(self._num_messages):
-                self.wait(message)
+        if self._num_waited < self._num_messages:
+            self.wait(*(each for each in range(self._num_messages) if not self._received[each]))
         self.send_ready()
         assert not self.has_more_to_send, "a message was never marked ready"
         self._wait_sends()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
-from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather
+from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather, WorkRows
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import (
     PipelinedAllReduce,
     PipelinedReduceScatter,
@@ -49,7 +49,8 @@ class LinearPlan:
     Attributes:
         pattern: `direct` or `ring`; `serial` sends the same messages without overlap. None is the device default.
         chunks_per_rank: messages per slice of a rank; None chooses by the number of rows and their bytes.
-        split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device.
+        split: `all` computes chunk by chunk, `edge` only where a chunk is exposed; None chooses by the device and the
+            collective.
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
         tree: partial sums are added in the fixed tree of `pipelined_reduce`; not for pattern `ring`.
@@ -92,7 +93,9 @@ class LinearPlan:
             ValueError: the pattern is `ring`.
         """
         parts = self._all_reduce_parts(num_rows, on_device=transport.on_device)
-        pattern, split = self.pattern or "direct", self.split or "edge"
+        # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
+        split = self.split or ("all" if transport.on_device else "edge")
+        pattern = self.pattern or "direct"
         return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers)
 
     def _all_reduce_parts(self, num_rows: int, *, on_device: bool) -> int:
@@ -152,8 +155,7 @@ class P2PMethod(LinearMethod):
     ) -> PipelinedReduceScatter:
         shallow = a.shape[1] <= SHALLOW_DEPTH
         scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
-        gemm = self._gemm_rows(a, b) if self.plan.tree else partial(_gemm_split, scatter.rows.split(a), b)
-        scatter.compute(gemm, meanwhile)
+        scatter.compute(self._gemm_rows(a, b, scatter.rows), meanwhile)
         return scatter
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
@@ -181,17 +183,14 @@ class P2PMethod(LinearMethod):
         out = a.new_empty(a.shape[0], b.shape[1])
         add_in_place, tree = self.plan.add_in_place, self.plan.tree
         total = PipelinedAllReduce(self.transport, schedule, layout, out, op, add_in_place=add_in_place, tree=tree)
-        total.compute(self._gemm_rows(a, b))
+        total.compute(self._gemm_rows(a, b, total.rows))
         return total
 
-    def _gemm_rows(self, a: torch.Tensor, b: torch.Tensor) -> GemmInto:
+    def _gemm_rows(self, a: torch.Tensor, b: torch.Tensor, rows: WorkRows) -> GemmInto:
         if self.plan.tree:
             return lambda start, stop, out: tree_gemm_into(a[start:stop], b, out, self.size)
-        return lambda start, stop, out: torch.mm(a[start:stop], b, out=out)
-
-
-def _gemm_split(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-    torch.mm(rows[start], b, out=out)
+        rows_of_a = rows.split(a)
+        return lambda start, stop, out: torch.mm(rows_of_a[start], b, out=out)
 
 
 class _ReusedGather:

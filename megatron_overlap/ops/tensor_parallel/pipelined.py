@@ -13,7 +13,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.call import gemm_into, repeated
 from megatron_overlap.ops.wgrad import WeightGradient
-from megatron_overlap.schedules import ChunkLayout, Plan
+from megatron_overlap.schedules import ChunkLayout, PartLayout, Plan
 
 Rows = tuple[int, int]
 GemmInto = Callable[[int, int, torch.Tensor], object]
@@ -130,8 +130,8 @@ class PipelinedAllGather:
             position = next((place for place, index in enumerate(self._pending) if self._has_arrived(index)), 0)
         first = self._pending.pop(position)
         self._enqueue(first)
-        for k in self._plan.work[first].needs:
-            self._p2p_work.wait(k)
+        if needs := self._plan.work[first].needs:
+            self._p2p_work.wait(*needs)
         last = first if self._on_device else self._last_arrived(first, position)
         if self.rows.owners[first] == self._rank and not self._has_own_rows:
             return (self.rows.of_work[first][0], self.rows.of_work[last][1]), self._shard
@@ -182,7 +182,7 @@ class WorkRows:
         of_work: start and stop by work of the plan, without work that has no GEMM.
     """
 
-    def __init__(self, plan: Plan, layout: ChunkLayout) -> None:
+    def __init__(self, plan: Plan, layout: ChunkLayout | PartLayout) -> None:
         bounds = [(work.chunks[0], work.chunks[-1]) for work in plan.work if work.chunks]
         self.of_work = [(layout.rows(first)[0], layout.rows(last)[1]) for first, last in bounds]
 

@@ -201,8 +201,7 @@ class PipelinedReduceScatter:
         """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
         out, terms, own = self.out, self.rows.of_sources, self.out
         if self._add_early and len(terms) > 1:
-            for k in range(len(self._received) - self._plan.chunks_per_rank):
-                self._p2p_work.wait(k)
+            self._p2p_work.wait(*range(len(self._received) - self._plan.chunks_per_rank))
             own = add_terms(terms[:-1], out, self._buffer_pool.take("sum", out.shape, like_fp32(out)))
             terms = terms[-1:]
         self._p2p_work.wait_all()
@@ -252,7 +251,7 @@ def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return terms[0]
 
 
-class _SummedRows:
+class _SummedRows(WorkRows):
     """The rows of an all-reduce: `terms`, received partial sums, and `summed`, where the sums of peers arrive.
 
     Attributes:
@@ -265,6 +264,7 @@ class _SummedRows:
     """
 
     def __init__(self, plan: Plan, layout: PartLayout, terms: torch.Tensor, summed: torch.Tensor | None) -> None:
+        super().__init__(plan, layout)
         self._plan, self._layout, self._summed = plan, layout, summed
         self.received: dict[int, torch.Tensor] = {}
         self.terms_of: dict[int, torch.Tensor] = {}
@@ -320,6 +320,9 @@ class PipelinedAllReduce:
         op: name in error messages.
         add_in_place: wait and add at the positions in the plan; None chooses by the device.
         tree: add in the fixed tree, see `tree_sum`.
+
+    Attributes:
+        rows: of the GEMMs of the plan.
     """
 
     def __init__(
@@ -341,19 +344,20 @@ class PipelinedAllReduce:
         terms = pool.take("received", ((plan.num_ranks - 1) * longest, out.shape[1]), out, symmetric=True)
         self._summed = pool.take("summed", out.shape, out, symmetric=True) if transport.prepares else None
         of = plan, layout, terms, self._summed
-        self._rows = repeated(transport, of, lambda: _SummedRows(*of))
+        self.rows = repeated(transport, of, lambda: _SummedRows(*of))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
         self._finished = False
-        self._p2p_work = transport.begin(Exchange(self._rows.repeated, out), op)
+        self._p2p_work = transport.begin(Exchange(self.rows.repeated, out), op)
 
     def compute(self, gemm: GemmInto) -> None:
         """Runs the GEMMs."""
+        rows, rows_of_out = iter(self.rows.of_work), self.rows.split(self._out)
         for index, work in enumerate(self._plan.work[: self._num_gemms]):
             if work.chunks:
-                start, stop = self._layout.rows(work.chunks[0])[0], self._layout.rows(work.chunks[-1])[1]
+                start, stop = next(rows)
                 if start < stop:
-                    gemm(start, stop, self._out[start:stop])
+                    gemm(start, stop, rows_of_out[start])
             self._advance(index + 1, wait=self._in_place)
 
     def run_beside(self, pieces: Sequence[Piece]) -> None:
@@ -376,7 +380,7 @@ class PipelinedAllReduce:
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
-        return self._rows.num_sent * self._out.shape[1] * self._out.element_size()
+        return self.rows.num_sent * self._out.shape[1] * self._out.element_size()
 
     def finish(self) -> torch.Tensor:
         """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete.
@@ -386,11 +390,10 @@ class PipelinedAllReduce:
         """
         if not self._finished:
             self._advance(len(self._plan.work), wait=True)
-            for k in self._rows.gathers:
-                self._p2p_work.wait(k)
+            self._p2p_work.wait(*self.rows.gathers)
             self._p2p_work.wait_all()
             if self._summed is not None:
-                for rows in self._rows.of_peers:
+                for rows in self.rows.of_peers:
                     self._out[rows].copy_(self._summed[rows])
             self._finished = True
         return self._out
@@ -409,15 +412,15 @@ class PipelinedAllReduce:
     def _add(self, adds: tuple[int, ...]) -> None:
         """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
         own = self._out[slice(*self._layout.rows(self._plan.messages[adds[0]].recv))]
-        received = self._rows.received
-        for k in adds if self._on_device or self._tree else ():
-            self._p2p_work.wait(k)
+        received = self.rows.received
+        if self._on_device or self._tree:
+            self._p2p_work.wait(*adds)
         if self._tree:
             terms = {self._plan.messages[k].source: received[k] for k in adds}
             own.copy_(tree_sum([terms.get(rank, own) for rank in range(self._plan.num_ranks)]))
             return
-        if self._on_device and adds[0] in self._rows.terms_of:
-            add_terms(self._rows.terms_of[adds[0]], own, own)
+        if self._on_device and adds[0] in self.rows.terms_of:
+            add_terms(self.rows.terms_of[adds[0]], own, own)
             return
         total = own
         if len(adds) > 1 and own.element_size() < 4:

@@ -230,8 +230,7 @@ class HeadAllToAll:
         """Waits for messages; runs fillers until they are complete."""
         while not self._like.is_cuda and not self._are_completed(needs) and (filler := next(fillers, None)):
             filler()
-        for k in needs:
-            self._p2p_work.wait(k)
+        self._p2p_work.wait(*needs)
 
     def _produce(self, produce: Produce, group: int, peers: tuple[int, ...]) -> None:
         buffers = {peer: self._send_buffers[group, peer] for peer in peers if peer != self._plan.rank}

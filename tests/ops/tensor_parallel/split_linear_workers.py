@@ -340,11 +340,18 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
     gathered_order, log[:] = list(log), []
     terms = torch.ones(size * own, F)
 
-    def logged_rows(rows: dict[int, torch.Tensor], b: torch.Tensor, start: int, stop: int, out: torch.Tensor) -> None:
-        log.append(f"rows {start // own} to {stop // own}")
-        torch.mm(rows[start], b, out=out)
+    gemm_rows = p2p.P2PMethod._gemm_rows
 
-    with patch.object(p2p, "_gemm_split", logged_rows):
+    def logged_rows(*args: Any) -> Any:
+        gemm = gemm_rows(*args)
+
+        def run(start: int, stop: int, out: torch.Tensor) -> None:
+            log.append(f"rows {start // own} to {stop // own}")
+            gemm(start, stop, out)
+
+        return run
+
+    with patch.object(p2p.P2PMethod, "_gemm_rows", logged_rows):
         out, _ = messages.scatter("output", terms, w2.t())
     scattered_order = list(log)
     messages.finish("output")
