@@ -14,7 +14,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
-from megatron_overlap.ops.varlen.ring import CallOptions, RingCall, Task, TaskQueues
+from megatron_overlap.ops.varlen.ring import CallOptions, Task, TaskQueues, begin_rings
 from megatron_overlap.schedules.varlen.messages import rebalance_messages
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
@@ -60,13 +60,11 @@ class PassExecutor:
         options = self._options
         queues = TaskQueues(can_query=not self._like.is_cuda)
         self._enqueue(queues, documents)
-        groups = RingCall(options, attention, self.own, queues, self._like, self._name).begin()
+        groups = begin_rings(options, attention, self.own, queues, self._name)
         if self._moved is not None:
             self._moved.begin_outbound(self._num_steps)
         queues.run(gather_first=options.plan.exchange == "all_gather")
-        for group in groups:
-            group.finish()
-        self._num_bytes = sum(group.num_bytes for group in groups)
+        self._num_bytes = sum(group.finish() for group in groups)
 
     def finish(self) -> list[torch.Tensor]:
         """Returns the results in the layout of the call. The caller has written all of `results`."""

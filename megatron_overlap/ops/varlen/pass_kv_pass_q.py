@@ -78,14 +78,14 @@ class RingAttention(ABC):
     lse: torch.Tensor
 
     @property
-    def shape(self) -> Shape:
-        """The shape of a row."""
-        return Shape.of(self.q, self.k)
-
-    @property
     def widths(self) -> tuple[int, int]:
         """See `Shape.widths`."""
-        return self.shape.widths(self.passing, self.backward)
+        return Shape.of(self.q, self.k).widths(self.passing, self.backward)
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `Shape.traffic`."""
+        return Shape.of(self.q, self.k).traffic(self.passing, self.backward)
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         """Copies own rows into the rows of a payload: keys and values, unless a pass-Q class overrides it."""
@@ -212,7 +212,7 @@ class BackwardPassQ(BackwardPassKV):
         torch.cat([*parts, pick(self.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
     def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        width = self.shape.heads * self.shape.size
+        width = self.q.shape[1:].numel()
         q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
         lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
         dq, dk, dv = partial_backward(dout, q, pick(self.k, own), pick(self.v, own), out, lse, self.scale, mask)
