@@ -41,7 +41,6 @@ class Segment(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stop - self.start
 
 
@@ -188,10 +187,9 @@ def expert_plan(
 
 
 def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:
-    """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
+    """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size; see `expert_plan`.
 
-    `starts` are the first rows for each expert in the tensor. A cut inside the rows of an expert leaves at least
-    `min_rows`, and at least half a chunk, on both sides. Otherwise it moves to the nearer end of these rows.
+    `starts` are the first rows for each expert in the tensor.
     """
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
@@ -220,11 +218,7 @@ def _snapped(bound: int, bounds: list[int], least: int) -> int:
 def _own_before(
     received: Sequence[Segments], own: Sequence[Segments], compute_per_message: float, filler_rows: float
 ) -> list[int]:
-    """For each received chunk, the own pieces that are computed before it.
-
-    Simulates a link that delivers the messages one after another. An own piece is computed while no message has
-    arrived.
-    """
+    """For each received chunk, the own pieces that are computed before it, if a link delivers one chunk at a time."""
     counts, done = [], 0
     now, arrival = filler_rows * compute_per_message, 0.0
     for rows in map(_rows, received):

@@ -275,16 +275,11 @@ class Nodes:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the group."""
         return self.num_nodes * self.per_node
 
     def node(self, rank: int) -> int:
         """Return the host of `rank`."""
         return rank // self.per_node
-
-    def place(self, rank: int) -> int:
-        """Return the local index of `rank` on its host."""
-        return rank % self.per_node
 
     def members(self, node: int) -> range:
         """Return the ranks on host `node`."""
@@ -315,7 +310,7 @@ class Nodes:
 @lru_cache(maxsize=128)
 def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
     plan = build(nodes.num_nodes, nodes.node(rank))
-    rail = range(nodes.place(rank), nodes.num_ranks, nodes.per_node)
+    rail = range(rank % nodes.per_node, nodes.num_ranks, nodes.per_node)
     messages = [
         replace(
             message,

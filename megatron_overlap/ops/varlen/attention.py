@@ -20,7 +20,6 @@ from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
 from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.messages import PlanKey
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 
@@ -76,7 +75,7 @@ def balanced_attention(
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
     if layout not in ("attention", "linear"):
         raise ValueError(f"layout: {layout}: use attention or linear")
-    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
+    rebalances = _rebalances(plan, index) if layout == "linear" else None
     rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
@@ -164,7 +163,7 @@ def _transports(group: dist.ProcessGroup | Transport | VarlenTransports) -> Varl
 
 
 @lru_cache(maxsize=16)
-def _rebalances(key: PlanKey, index: int) -> tuple[Rebalance, Rebalance]:
+def _rebalances(plan: Plan, index: int) -> tuple[Rebalance, Rebalance]:
     """From the linear layout to the attention layout, and back. Cached, because every layer makes the same call."""
-    to_linear = rebalance_to_linear(key.plan, index)
+    to_linear = rebalance_to_linear(plan, index)
     return to_linear.inverse(), to_linear

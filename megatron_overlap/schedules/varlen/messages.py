@@ -98,7 +98,7 @@ def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) ->
     _recent_calls[traffic, window] = None
     if len(_recent_calls) > _MAX_RECENT_CALLS:
         del _recent_calls[next(iter(_recent_calls))]
-    return _messages_of(PlanKey(plan), index, traffic, window)
+    return _messages_of(plan, index, traffic, window)
 
 
 def precompute(plan: Plan) -> None:
@@ -108,7 +108,7 @@ def precompute(plan: Plan) -> None:
     """
     for traffic, window in list(_recent_calls):
         for index in range(len(plan.passes)):
-            _messages_of(PlanKey(plan), index, traffic, window)
+            _messages_of(plan, index, traffic, window)
 
 
 _MAX_RECENT_CALLS = 4
@@ -119,22 +119,9 @@ _recent_calls: dict[tuple[Traffic, int | None], None] = {}
 """Arguments of recent `messages_of` calls, the latest last."""
 
 
-class PlanKey:
-    """A plan as a cache key. Compares by identity: the hash of a plan takes time proportional to its documents."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanKey) and other.plan is self.plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
-
-
 @lru_cache(maxsize=16)
-def _messages_of(key: PlanKey, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
-    topology, groups = key.plan.topology, ring_groups(key.plan.passes[index])
+def _messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+    topology, groups = plan.topology, ring_groups(plan.passes[index])
     found = []
     for ring_group in groups:
         max_nics = _max_nics(ring_group, groups, topology)

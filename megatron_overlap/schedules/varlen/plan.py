@@ -88,9 +88,11 @@ class Pass:
     stage: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The placement of every token of a batch during attention.
+
+    Compares by identity: as a cache key a plan would be hashed in time proportional to its documents.
 
     Attributes:
         method: name of the planner, a key of `partition.METHODS`.

@@ -88,9 +88,8 @@ def test_every_process_computes_the_same_plan() -> None:
         digests.add(done.stdout)
     assert len(digests) == 1
     lengths = sample("wlb", 400_000, 3)
-    assert partition(lengths, Topology(4, 4), capacity=26_000) == partition(
-        tuple(lengths), Topology(4, 4), capacity=26_000
-    )
+    of_list, of_tuple = (partition(batch, Topology(4, 4), capacity=26_000) for batch in (lengths, tuple(lengths)))
+    assert vars(of_list) == vars(of_tuple)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -284,7 +283,7 @@ def test_wrong_cost(field: str) -> None:
 
 def test_plans_can_be_pickled() -> None:
     plan = partition([900, 20, 3], Topology(1, 2), capacity=500)
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert vars(pickle.loads(pickle.dumps(plan))) == vars(plan)
 
 
 def test_a_cheap_document_longer_than_a_bin_is_cut_evenly() -> None:
