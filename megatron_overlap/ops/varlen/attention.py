@@ -1,10 +1,8 @@
 """Balanced attention: causal attention of documents of very different lengths, placed by `schedules.varlen.partition`.
 
-Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. Documents that are cut over several ranks
-form rings. Their members send each other keys and values (pass-KV) or queries (pass-Q). All messages are posted before
-the computation starts, inter-node messages first. Meanwhile a rank computes attention of its own rows, of arrived rows,
-and of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.ring` orders the
-computation.
+Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. All messages are posted before the
+computation starts, inter-node messages first. Meanwhile a rank computes attention of its own rows, of arrived rows, and
+of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.ring` orders the computation.
 """
 
 from functools import lru_cache
@@ -135,18 +133,9 @@ class _BalancedAttention(torch.autograd.Function):
         attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            documents_backward(
-                dout[rows],
-                q[rows],
-                k[rows],
-                v[rows],
-                out[rows],
-                lse[rows],
-                lengths,
-                options.scale,
-                options.window,
-                (dq[rows], dk[rows], dv[rows]),
-            )
+            tensors = dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows]
+            grads = dq[rows], dk[rows], dv[rows]
+            documents_backward(*tensors, lengths, options.scale, options.window, grads)
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):

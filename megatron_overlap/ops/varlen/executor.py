@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.ops.varlen.ring import CallOptions, Task, TaskQueues, begin_rings
 from megatron_overlap.schedules.varlen.messages import rebalance_messages
@@ -124,9 +124,6 @@ def _document_runs(own: OwnRows, num_in_place: int) -> Iterator[tuple[slice, tup
 class _MovedRows:
     """A pass in the linear layout: its rows move to the attention layout, and its results back.
 
-    Source: Zeppelin (arXiv 2509.21841, section 4.3). Rows of other ranks arrive during attention with own rows. Each
-    row of a result leaves as soon as it is computed.
-
     Attributes:
         rows: the tensors in the attention layout; the rows from `num_in_place` on are valid after `wait`.
         num_in_place: rows that this rank holds in both layouts.
@@ -158,7 +155,7 @@ class _MovedRows:
             self.rows = [x.new_empty(num_rows, *x.shape[1:]) for x in tensors]
             for whole, own in zip(self.rows, tensors, strict=True):
                 whole[:in_place] = own
-        self._inbound = _post_moves(transport, inbound, leaving, self._received, {}, f"{name} inbound", in_place)
+        self._inbound = self._post(inbound, leaving, self._received, {}, f"{name} inbound", in_place)
         self.is_arrived = partial(self._inbound.is_completed, self._inbound.receive_rounds)
         # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
         self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
@@ -181,7 +178,7 @@ class _MovedRows:
         """
         rank, packed = self._transport.rank, self._packed
         after = {(i, 0): num_steps(m.start, m.stop) for i, m in enumerate(self._moves.moves) if m.source == rank}
-        self._outbound = _post_moves(self._transport, self._moves, packed, packed, after, f"{self._name} outbound")
+        self._outbound = self._post(self._moves, packed, packed, after, f"{self._name} outbound", 0)
 
     def step(self) -> None:
         """Marks the next rows of the results as ready."""
@@ -198,22 +195,15 @@ class _MovedRows:
         self.num_bytes = self._outbound.num_bytes + self._inbound.num_bytes
         return [part[: self._num_linear] for part in self._parts]
 
+    def _post(
+        self, moves: Rebalance, x: torch.Tensor, y: torch.Tensor, after_work: dict[Key, int], name: str, first_row: int
+    ) -> RowMessages:
+        """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
 
-def _post_moves(
-    transport: Transport,
-    moves: Rebalance,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    after_work: dict[tuple[int, int], int],
-    name: str,
-    first_row: int = 0,
-) -> RowMessages:
-    """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
-
-    `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
-    """
-    rank = transport.rank
-    numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
-    sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
-    sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
-    return RowMessages(transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)
+        `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
+        """
+        rank = self._transport.rank
+        numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
+        sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
+        sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
+        return RowMessages(self._transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)

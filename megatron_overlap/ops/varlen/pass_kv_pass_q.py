@@ -1,7 +1,4 @@
-"""Pass-KV and pass-Q, forward and backward: what a rank packs, computes and accumulates in a ring.
-
-Pass-KV sends keys and values to the ranks with the queries; pass-Q sends queries to the ranks with the keys and values.
-"""
+"""Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
-from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, pick, rows_in_payload
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, join, pick, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
 from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
@@ -172,7 +172,7 @@ class RingGroupRun:
         self._owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
         self._received_steps = messages.received_steps(self._position)
         self._result_steps = messages.result_steps(self._position)
-        self._computed: set[tuple[int, int]] = set()
+        self._computed: set[Key] = set()
         self._result_messages: RowMessages | None = None
 
     def post_payloads(self) -> None:
@@ -205,8 +205,8 @@ class RingGroupRun:
         self._result_messages = RowMessages(transport, plan, rows, received, after_work, like, width, name)
 
     def _take(
-        self, name: str, keys: Sequence[tuple[int, int]], later: int, width: int, like: torch.Tensor
-    ) -> dict[tuple[int, int], torch.Tensor]:
+        self, name: str, keys: Sequence[Key], later: int, width: int, like: torch.Tensor
+    ) -> dict[Key, torch.Tensor]:
         """Takes one buffer of the pool and splits it: the rows of each payload `later` ring steps after its key."""
         if not keys:
             return {}
