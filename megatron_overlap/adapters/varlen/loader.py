@@ -44,8 +44,7 @@ class Batch:
     """One micro-batch of a rank in the linear layout: rows `[1, T]`, the last of them padding.
 
     Attributes:
-        tokens: input ids.
-        labels: next ids.
+        tokens, labels: input ids, and the ids after them.
         loss_mask: 1 for rows that count in the loss, 0 for padding.
         position_ids: position of each token in its document.
         documents: number of each row's document in the micro-batch; -1 for padding.

@@ -45,8 +45,7 @@ def balanced_attention(
         q: `[T, Hq, D]`, positions already encoded. In the attention layout: the T = `plan.tokens(index)[rank]` rows of
             this rank in the order of `plan.pieces(index, rank)`, which is for each ring the early chunk and then the
             late one, followed by whole documents. T may be 0; every rank of the group must call.
-        k: `[T, Hkv, D]`, the same rows; Hq / Hkv consecutive query heads share a key head.
-        v: `[T, Hkv, D]`, the same rows.
+        k, v: `[T, Hkv, D]`, the same rows; Hq / Hkv consecutive query heads share a key head.
         plan: plan of the batch; the same on every rank.
         index: index of the pass.
         group: the ranks of the plan in order, or their transport or transports.

@@ -133,19 +133,19 @@ class RowMessages:
         transfers = []
         for send, recv in pairs:
             outgoing = incoming = nothing
+            to = source = (rank + 1) % transport.size
             num_work, after_message = 0, None
-            # A direction without a message names the peer of the other one.
-            other = messages[recv].source if recv is not None else (rank + 1) % transport.size
-            to = messages[send].to if send is not None else other
-            source = messages[recv].source if recv is not None else to
             if recv is not None:
                 message = messages[recv]
+                to = source = message.source
                 if message.is_final:
                     sink = sinks[message.payload, -1 if message.to_owner else message.step]
                     received[recv] = sink[message.start : message.stop]
                 incoming = received[recv]
             if send is not None:
                 message = messages[send]
+                # A direction without a message names the peer of the other one.
+                to, source = message.to, message.to if recv is None else source
                 if message.after is None:
                     outgoing = sources[message.payload, message.step][message.start : message.stop]
                     num_work = after_work.get((message.payload, message.step), 0)

@@ -31,20 +31,16 @@ class Shape:
         """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
-    def widths(self, passing: Passing, backward: bool) -> tuple[int, int]:
-        """Elements of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
+    def traffic(self, passing: Passing, backward: bool) -> Traffic:
+        """Bytes of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
         queries, keys = self.heads * self.size, 2 * self.kv_heads * self.size
+        narrow, wide = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
         if passing == "kv":
-            return keys, keys if backward else 0
+            return Traffic(passing, keys * narrow, keys * wide if backward else 0)
         if backward:
             # Queries, output, output gradient, and the log-sum-exp, which keeps its own dtype.
-            return 3 * queries + self.heads * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize, queries
-        return queries, queries + self.heads
-
-    def traffic(self, passing: Passing, backward: bool) -> Traffic:
-        """Bytes of a payload row and of a result row."""
-        payload, result = self.widths(passing, backward)
-        return Traffic(passing, payload * self.dtype.itemsize, result * accumulation_dtype(self.dtype).itemsize)
+            return Traffic(passing, 3 * queries * narrow + self.heads * wide, queries * wide)
+        return Traffic(passing, queries * narrow, (queries + self.heads) * wide)
 
     def cheaper(self, backward: bool) -> Passing:
         """Pass-KV or pass-Q, whichever sends fewer bytes; pass-KV if equal. Both send the same number of rows."""
@@ -57,9 +53,6 @@ class RingAttention(ABC):
     """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank.
 
     Attributes:
-        passing: what travels.
-        backward: whether the direction is backward.
-        scale: factor of the scores.
         q, k, v: inputs of attention, `[rows, heads, D]`.
         out, lse: its results. Forward writes them, in the accumulation dtype.
     """
@@ -75,13 +68,7 @@ class RingAttention(ABC):
     lse: torch.Tensor
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """See `Shape.widths`."""
-        return Shape.of(self.q, self.k).widths(self.passing, self.backward)
-
-    @property
     def traffic(self) -> Traffic:
-        """See `Shape.traffic`."""
         return Shape.of(self.q, self.k).traffic(self.passing, self.backward)
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:

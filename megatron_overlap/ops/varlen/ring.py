@@ -164,7 +164,7 @@ class RingGroupRun:
         self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages, name: str
     ) -> None:
         self._options, self._attention, self._own, self._name = options, attention, own, name
-        self._messages, self._ring_group = messages, messages.ring_group
+        self._messages, self._ring_group, self._traffic = messages, messages.ring_group, attention.traffic
         self._transport = options.transports[messages.ring_group.zone != "inter"]
         ranks, rank = messages.ring_group.ranks, self._transport.rank
         # -1 in a proxy, and in a rank that is not involved: it has no ring steps.
@@ -178,7 +178,7 @@ class RingGroupRun:
     def post_payloads(self) -> None:
         """Packs the own payloads and posts the messages of all payloads."""
         transport, name, like = self._transport, f"{self._name} payload", self._attention.q
-        width, _ = self._attention.widths
+        width = self._traffic.payload_bytes // like.itemsize
         keys = [(index, 0) for index in self._owned] + [(step.payload, step.step) for step in self._received_steps]
         # An owner does not receive its own payload, so no key is both sent and received.
         self._payloads = rows = self._take(name, keys, 0, width, like)
@@ -195,7 +195,8 @@ class RingGroupRun:
         if plan is None:
             return
         q = self._attention.q
-        like, (_, width) = q.new_empty(0, dtype=accumulation_dtype(q.dtype)), self._attention.widths
+        like = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+        width = self._traffic.result_bytes // like.itemsize
         keys = [(step.payload, step.step) for step in self._result_steps]
         self._results = rows = self._take(name, keys, 0, width, like)
         # A received result is keyed by the ring step that sent it, and a complete one for the owner by -1.

@@ -147,9 +147,8 @@ class Balance:
     divided by the sum of the largest loads.
 
     Attributes:
-        attention: balance of attention time.
+        attention, tokens: balance of attention time, and of tokens.
         compute: balance of attention and linear layers, if the linear layers use the attention layout.
-        tokens: balance of tokens.
         lower_bound_us: total attention time divided by the number of ranks. No plan takes less.
         attention_us: sum over stages of the largest attention time.
         step_us: sum over stages of the largest step time. The step time of a rank is the longer of its attention and
