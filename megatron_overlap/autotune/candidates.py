@@ -116,11 +116,9 @@ class AutotuneCache:
         path = self._path(key)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Only the owner can read a file of mkstemp. After the rename a reader sees the whole file.
-            number, name = tempfile.mkstemp(dir=self._folder, prefix=path.stem)
-            with os.fdopen(number, "w", encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=path.stem, delete=False) as file:
                 json.dump(tree, file, indent=1)
-            os.replace(name, path)
+            os.replace(file.name, path)
         except OSError as error:
             self._warn(path, "written", error)
 

@@ -17,7 +17,7 @@ from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_g
 @triton.jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
 def ag_gemm_kernel(
     a_ptr, b_ptr, bias_ptr, out_ptr, tiles_ptr, flags_ptr, status_ptr, epoch, num_first_tiles, num_row_tiles,
-    N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_om,
+    N, K, stride_om, stride_am, stride_ak, stride_bk, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, MAX_POLLS: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def ag_gemm(
     if config.hopper:
         from megatron_overlap.kernels.hopper_gemm import ag_gemm_sm90_kernel as kernel
     depth, num_columns = b.shape
-    flags = waits.flags, waits.status, waits.epoch
-    arguments = out if bias is None else bias, out, tiles.table, *flags, tiles.first, tiles.count, num_columns, depth
+    flags, sizes = (waits.flags, waits.status, waits.epoch), (num_columns, depth, out.stride(0))
+    arguments = out if bias is None else bias, out, tiles.table, *flags, tiles.first, tiles.count, *sizes
     constants = {"HAS_BIAS": bias is not None, "MAX_POLLS": waits.max_polls}
-    launch_gemm(kernel, gathered, b, arguments, tiles, config, num_programs, constants, last=(out.stride(0),))
+    launch_gemm(kernel, gathered, b, arguments, tiles, config, num_programs, constants)

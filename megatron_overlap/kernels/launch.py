@@ -31,8 +31,7 @@ class GemmConfig:
     """The shape of a GEMM's tiles.
 
     Attributes:
-        block_m: rows of a tile.
-        block_n: columns of a tile.
+        block_m, block_n: rows and columns of a tile.
         block_k: depth of one step of the main loop.
         group: row tiles that share columns of B in the L2 cache.
         num_stages: steps of the main loop that are prefetched.
@@ -215,12 +214,11 @@ def launch_gemm(
     config: GemmConfig,
     num_programs: int,
     constants: Mapping[str, Any],
-    last: Sequence[Any] = (),
 ) -> None:
     """Launch a kernel of `a @ b`, portable or for Hopper as in `config`, unless it has no tiles.
 
-    `arguments` follow the operands. In a portable kernel the strides of the operands are between `arguments` and
-    `last`. `constants` are those of this kernel, besides those of every GEMM.
+    `arguments` follow the operands, before their strides in a portable kernel. `constants` are those of this kernel,
+    besides those of every GEMM.
     """
     work = tiles.count * triton.cdiv(b.shape[1], config.block_n)
     if work == 0:
@@ -231,17 +229,16 @@ def launch_gemm(
 
         transposed = b.stride(0) == 1
         dtype = "bf16" if a.dtype == torch.bfloat16 else "fp16"
+        matrices, blocks = (a, b.t() if transposed else b), blocks_of(config, "nt" if transposed else "nn")
         descriptors = [
             TensorDescriptor.from_tensor(matrix, list(block), shared_layout(block, dtype))
-            for matrix, block in zip(
-                (a, b.t() if transposed else b), blocks_of(config, "nt" if transposed else "nn"), strict=True
-            )
+            for matrix, block in zip(matrices, blocks, strict=True)
         ]
-        launch(*descriptors, *arguments, *last, NT=transposed, **config.constants(), **constants)
+        launch(*descriptors, *arguments, NT=transposed, **config.constants(), **constants)
         return
     even = {"EVEN_N": b.shape[1] % config.block_n == 0, "EVEN_K": b.shape[0] % config.block_k == 0}
     strides = *a.stride(), *b.stride()
-    launch(a, b, *arguments, *strides, *last, WIDEN=interpreted(), **even, **config.constants(), **constants)
+    launch(a, b, *arguments, *strides, WIDEN=interpreted(), **even, **config.constants(), **constants)
 
 
 def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int, int]]:

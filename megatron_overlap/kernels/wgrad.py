@@ -1,8 +1,7 @@
 """`dw += dy.T @ x`, accumulated over chunks of rows in arrival order.
 
 Flux (arXiv 2406.06858) does not cover this weight gradient. It contracts over the gathered rows, so every tile of `dw`
-needs all chunks. One launch accumulates the chunks `first..last`. With slow communication the first wave of tiles is
-exposed.
+needs all chunks. With slow communication the first wave of tiles is exposed.
 """
 
 import torch
@@ -13,9 +12,9 @@ from megatron_overlap.kernels import primitives
 from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, interpreted
 
 
-@triton.jit(do_not_specialize=["epoch", "first_chunk", "last_chunk"])
+@triton.jit(do_not_specialize=["epoch", "num_chunks"])
 def wgrad_kernel(
-    dy_ptr, x_ptr, out_ptr, chunks_ptr, flags_ptr, status_ptr, epoch, first_chunk, last_chunk,
+    dy_ptr, x_ptr, out_ptr, chunks_ptr, flags_ptr, status_ptr, epoch, num_chunks,
     F, K, stride_dm, stride_xm, stride_om,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
     EVEN_F: tl.constexpr, EVEN_K: tl.constexpr, ADD: tl.constexpr, WIDEN: tl.constexpr, MAX_POLLS: tl.constexpr,
@@ -27,7 +26,7 @@ def wgrad_kernel(
         f = f_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         k = k_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for number in tl.range(first_chunk, last_chunk, flatten=False):
+        for number in tl.range(0, num_chunks, flatten=False):
             chunk = chunks_ptr + number * primitives.COLUMNS
             start = tl.load(chunk + primitives.START)
             num_rows = tl.load(chunk + primitives.STOP) - start
@@ -68,10 +67,8 @@ def wgrad(
     config: GemmConfig,
     num_programs: int,
     add: bool,
-    first: int = 0,
-    last: int | None = None,
 ) -> None:
-    """Enqueue `out (+)= dy.T @ x` over the rows of chunks `first..last`, summed in fp32.
+    """Enqueue `out (+)= dy.T @ x` over the rows of all chunks, summed in fp32.
 
     Args:
         dy: `[M, F]`, rows contiguous. Either `dy` or `x` is gathered: its remote rows are valid when their flag is set.
@@ -81,9 +78,7 @@ def wgrad(
         waits: flags of the remote chunks.
         config: tile shape: `block_m` over F, `block_n` over K, `block_k` over rows.
         num_programs: blocks of the persistent grid.
-        add: add to `out` instead of overwriting it. Each launch rounds to the dtype of `out`: use fp32 for several.
-        first: first chunk of this launch.
-        last: index after the last chunk of this launch; None means all chunks.
+        add: add to `out` instead of overwriting it.
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit.
@@ -99,8 +94,7 @@ def wgrad(
     if work == 0:
         return
     wgrad_kernel[(min(num_programs, work),)](
-        dy, x, out, chunks.table, waits.flags, waits.status, waits.epoch,
-        first, chunks.count if last is None else last,
+        dy, x, out, chunks.table, waits.flags, waits.status, waits.epoch, chunks.count,
         num_f, num_k, dy.stride(0), x.stride(0), out.stride(0),
         EVEN_F=num_f % config.block_m == 0, EVEN_K=num_k % config.block_n == 0, ADD=add,
         WIDEN=interpreted(), MAX_POLLS=waits.max_polls, **config.constants(),

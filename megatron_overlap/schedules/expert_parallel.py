@@ -13,7 +13,7 @@ of a pair depends on the number of ranks alone. Both ranks therefore number a me
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
@@ -41,7 +41,6 @@ class Segment(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return self.stop - self.start
 
 
@@ -70,8 +69,7 @@ class ExpertMessage:
     own_before: int
 
 
-@dataclass(frozen=True, slots=True)
-class OwnPiece:
+class OwnPiece(NamedTuple):
     """Rows of this rank for its own experts: the same segments as rows of the tokens and as expert rows."""
 
     tokens: Segments
@@ -165,9 +163,11 @@ def expert_plan(
         raise ValueError("sent, received: counts must not be negative")
     if list(sent[rank]) != list(received[rank]):
         raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")
-    bounds = list(accumulate(map(sum, sent), initial=0))
-    tokens = [list(accumulate(counts, initial=start)) for start, counts in zip(bounds, sent, strict=False)]
-    rows = _first_rows(received)
+    num_experts = len(sent[0])
+    bounds = list(accumulate(chain.from_iterable(sent), initial=0))
+    tokens = [bounds[first : first + num_experts] for first in range(0, len(bounds) - 1, num_experts)]
+    bounds_by_expert = list(accumulate(chain.from_iterable(zip(*received, strict=True)), initial=0))
+    rows = [bounds_by_expert[source::num_ranks] for source in range(num_ranks)]
     sent_chunks = [_cut(counts, first, parts, min_rows) for counts, first in zip(sent, tokens, strict=True)]
     received_chunks = [_cut(counts, first, parts, min_rows) for counts, first in zip(received, rows, strict=True)]
     # Own rows send no message, so their pieces do not depend on the number of ranks.
@@ -176,23 +176,20 @@ def expert_plan(
     steps = [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in range(1, num_ranks)]
     # Part by part, so that no rank receives from one peer alone for long.
     order = [(part, to, source) for part in range(parts) for to, source in steps]
-    chunks = [(_at(sent_chunks[to], part), _at(received_chunks[source], part)) for part, to, source in order]
-    sizes = [_rows(chunk) for _, chunk in chunks], [_rows(piece.rows) for piece in own]
-    before = _own_before(*sizes, compute_per_message, filler_rows)
+    arriving = [_at(received_chunks[source], part) for part, _, source in order]
+    before = _own_before(arriving, own_rows, compute_per_message, filler_rows)
     messages = tuple(
-        ExpertMessage(to, source, *chunk, count)
-        for (_, to, source), chunk, count in zip(order, chunks, before, strict=True)
+        ExpertMessage(to, source, _at(sent_chunks[to], part), chunk, count)
+        for (part, to, source), chunk, count in zip(order, arriving, before, strict=True)
     )
-    totals = list(accumulate(map(sum, zip(*received, strict=True)), initial=0))
-    experts = tuple(map(Segment, range(len(totals) - 1), totals, totals[1:]))
+    experts = tuple(map(Segment, range(num_experts), rows[0], rows[0][1:]))
     return ExpertPlan(num_ranks, rank, bounds[-1], experts, messages, own)
 
 
 def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:
-    """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size.
+    """Cuts the rows of one pair of ranks into at most `parts` chunks of about equal size; see `expert_plan`.
 
-    `starts` are the first rows for each expert in the tensor. A cut inside the rows of an expert leaves at least
-    `min_rows`, and at least half a chunk, on both sides. Otherwise it moves to the nearer end of these rows.
+    `starts` are the first rows for each expert in the tensor.
     """
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
@@ -218,29 +215,16 @@ def _snapped(bound: int, bounds: list[int], least: int) -> int:
     return bound
 
 
-def _first_rows(received: Counts) -> list[list[int]]:
-    """For each source rank, its first row of each local expert."""
-    starts = [[0] * len(received[0]) for _ in received]
-    row = 0
-    for expert in range(len(received[0])):
-        for source, counts in enumerate(received):
-            starts[source][expert] = row
-            row += counts[expert]
-    return starts
-
-
-def _own_before(messages: list[int], own: list[int], compute_per_message: float, filler_rows: float) -> list[int]:
-    """For each message of so many rows, the own pieces that are computed before its chunk.
-
-    Simulates a link that delivers the messages one after another. An own piece is computed while no message has
-    arrived.
-    """
+def _own_before(
+    received: Sequence[Segments], own: Sequence[Segments], compute_per_message: float, filler_rows: float
+) -> list[int]:
+    """For each received chunk, the own pieces that are computed before it, if a link delivers one chunk at a time."""
     counts, done = [], 0
     now, arrival = filler_rows * compute_per_message, 0.0
-    for rows in messages:
+    for rows in map(_rows, received):
         arrival += rows
         while rows and done < len(own) and now < arrival:
-            now += own[done] * compute_per_message
+            now += _rows(own[done]) * compute_per_message
             done += 1
         now = max(now, arrival) + rows * compute_per_message
         counts.append(done)

@@ -107,12 +107,27 @@ def reduce_scatter_plan(
         ValueError: an argument is out of range.
     """
     _validate(num_ranks, rank, chunks_per_rank, pattern, split)
-    build = _ring_reduce_scatter if pattern == "ring" else _direct_reduce_scatter
-    messages, work = build(num_ranks, rank, chunks_per_rank, split)
+    messages: list[Message] = []
+    work: list[Work] = []
+    received: dict[Chunk, int] = {}
+    for distance in range(1, num_ranks + 1):
+        owner, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
+        to = owner
+        if pattern == "ring":
+            owner, to, source = (rank - distance) % num_ranks, (rank + 1) % num_ranks, (rank - 1) % num_ranks
+        for chunks in _groups(owner, chunks_per_rank, distance < num_ranks and (split == "all" or distance == 1)):
+            work.append(Work(chunks, adds=tuple(received[chunk] for chunk in chunks if chunk in received)))
+            for chunk in chunks if distance < num_ranks else ():
+                incoming = Chunk(rank, chunk.part)
+                if pattern == "ring":
+                    incoming = Chunk((owner - 1) % num_ranks, chunk.part)
+                    received[incoming] = len(messages)
+                messages.append(Message(chunk, to, incoming, source, after_work=len(work)))
     if pattern == "serial" and num_ranks > 1:
-        all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
-        work = [Work(all_chunks), Work((), adds=tuple(range(len(messages))))]
+        work = [Work(tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank)))]
         messages = [Message(m.send, m.to, m.recv, m.source, after_work=1) for m in messages]
+    if pattern != "ring" and messages:
+        work.append(Work((), adds=tuple(range(len(messages)))))
     return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
@@ -136,37 +151,6 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
 def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
     chunks = tuple(Chunk(owner, part) for part in range(num_parts))
     return [(chunk,) for chunk in chunks] if cut else [chunks]
-
-
-def _ring_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
-    messages: list[Message] = []
-    work: list[Work] = []
-    received: dict[Chunk, int] = {}
-    following, preceding = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    for distance in range(1, num_ranks + 1):
-        owner = (rank - distance) % num_ranks
-        for chunks in _groups(owner, num_parts, distance < num_ranks and (split == "all" or distance == 1)):
-            work.append(Work(chunks, adds=tuple(received[chunk] for chunk in chunks if chunk in received)))
-            for chunk in chunks if distance < num_ranks else ():
-                incoming = Chunk((owner - 1) % num_ranks, chunk.part)
-                received[incoming] = len(messages)
-                messages.append(Message(chunk, following, incoming, preceding, after_work=len(work)))
-    return messages, work
-
-
-def _direct_reduce_scatter(num_ranks: int, rank: int, num_parts: int, split: Split) -> tuple[list[Message], list[Work]]:
-    messages: list[Message] = []
-    work: list[Work] = []
-    for distance in range(1, num_ranks):
-        owner, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
-        for chunks in _groups(owner, num_parts, split == "all" or distance == 1):
-            work.append(Work(chunks))
-            for chunk in chunks:
-                messages.append(Message(chunk, owner, Chunk(rank, chunk.part), source, after_work=len(work)))
-    work.append(Work(tuple(Chunk(rank, part) for part in range(num_parts))))
-    if messages:
-        work.append(Work((), adds=tuple(range(len(messages)))))
-    return messages, work
 
 
 def all_reduce_plan(
@@ -291,16 +275,11 @@ class Nodes:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the group."""
         return self.num_nodes * self.per_node
 
     def node(self, rank: int) -> int:
         """Return the host of `rank`."""
         return rank // self.per_node
-
-    def place(self, rank: int) -> int:
-        """Return the local index of `rank` on its host."""
-        return rank % self.per_node
 
     def members(self, node: int) -> range:
         """Return the ranks on host `node`."""
@@ -331,7 +310,7 @@ class Nodes:
 @lru_cache(maxsize=128)
 def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
     plan = build(nodes.num_nodes, nodes.node(rank))
-    rail = range(nodes.place(rank), nodes.num_ranks, nodes.per_node)
+    rail = range(rank % nodes.per_node, nodes.num_ranks, nodes.per_node)
     messages = [
         replace(
             message,

@@ -1,9 +1,7 @@
 """Order of the row tiles of a fused kernel, as a table that the kernel reads.
 
 A communication tile (a `Chunk`) is cut into row tiles of `block_rows`. A row tile lies inside one chunk, so it waits
-for one flag or counts towards one flag. An all-gather GEMM computes own rows first, then the others in the order of the
-direct all-gather. A reduce-scatter GEMM computes the rows of other owners in the order of the direct reduce-scatter,
-then own rows.
+for one flag or counts towards one flag.
 
 Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-Overlap (arXiv 2604.24013).
 """

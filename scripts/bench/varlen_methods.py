@@ -231,17 +231,16 @@ class Messages:
     def begin(self, *, backward: bool, kinds: Sequence[str] = ("payload", "result")) -> list[RowMessages]:
         """Posts the messages of one direction: payloads, and results."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
-        passing = shape.cheaper(backward=backward)
-        widths = shape.widths(passing, backward)
+        traffic = shape.traffic(shape.cheaper(backward=backward), backward)
         p2p_works = []
-        for number, group in enumerate(messages_of(self._plan, 0, shape.traffic(passing, backward), None)):
+        for number, group in enumerate(messages_of(self._plan, 0, traffic, None)):
             most = max((rows for payload in group.payloads for rows in payload.rows), default=0)
-            for messages, width, wide, name in (
-                (group.distribute, widths[0], like, "payload"),
-                (group.collect, widths[1], like.float(), "result"),
+            for messages, row_bytes, wide, name in (
+                (group.distribute, traffic.payload_bytes, like, "payload"),
+                (group.collect, traffic.result_bytes, like.float(), "result"),
             ):
                 if messages is not None and name in kinds:
-                    label = f"messages {name} {number}"
+                    label, width = f"messages {name} {number}", row_bytes // wide.itemsize
                     rows = self._transport.buffer_pool.take(label, (most, width), wide)
                     p2p_works.append(
                         RowMessages(self._transport, messages, _Always(rows), _Always(rows), {}, wide, width, label)

@@ -17,7 +17,6 @@ from tests.kernels.wire import Findings, gathering, scattering
 
 NOTHING = Findings()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WGRAD = ["wgrad", "wgrad in two launches"]
 
 
 def odd(shared: Path, ranks: int = 2) -> Problem:
@@ -33,9 +32,8 @@ def test_scattering_gemm(interpreting: World, shared: Path) -> None:
     assert scattering(interpreting, odd(shared)) == NOTHING
 
 
-@pytest.mark.parametrize("launches", WGRAD)
-def test_weight_gradient(interpreting: World, shared: Path, launches: str) -> None:
-    assert gathering(interpreting, odd(shared), launches) == NOTHING
+def test_weight_gradient(interpreting: World, shared: Path) -> None:
+    assert gathering(interpreting, odd(shared), "wgrad") == NOTHING
 
 
 @pytest.mark.long
@@ -81,7 +79,7 @@ def test_shapes(
     """Whole tiles and parts of tiles, one row a chunk, several programs, both forms of the weight."""
     problem = Problem(shared, 2, rows, n, k, parts, dtype, transposed, programs=programs)
     assert scattering(interpreting, problem, epochs=(4, 5)) == NOTHING
-    for what in ["gemm", *WGRAD] if programs == 1 else ["gemm"]:
+    for what in ["gemm", "wgrad"] if programs == 1 else ["gemm"]:
         assert gathering(interpreting, problem, what, epochs=(4, 5)) == NOTHING
 
 

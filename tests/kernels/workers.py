@@ -22,7 +22,7 @@ def _config(launch: Any, problem: Problem) -> Any:
 
 
 def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, edits: Sequence[Edit]) -> dict[str, Any]:
-    """One rank of `ag_gemm` (`what`: gemm), or of weight gradients from arriving rows, in one or two launches."""
+    """One rank of `ag_gemm` (`what`: gemm), or of weight gradients from arriving rows."""
     rank, layout = dist.get_rank(group), problem.layout
     launch = kernels("launch", edits)
     a, b, bias, dy = problem.operands(rank, epoch)
@@ -49,21 +49,10 @@ def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, ed
             )
         else:
             chunks = launch.RowTiles.of(row_tiles(layout, rank, order), "cpu")
-            middle = chunks.count // 2
             total = torch.ones(problem.n, problem.k)
-            for first, last in [(0, chunks.count)] if what == "wgrad" else [(0, middle), (middle, chunks.count)]:
-                kernels("wgrad", edits).wgrad(
-                    dy,
-                    gathered,
-                    total,
-                    chunks=chunks,
-                    waits=waits,
-                    config=config,
-                    num_programs=problem.programs,
-                    add=True,
-                    first=first,
-                    last=last,
-                )
+            kernels("wgrad", edits).wgrad(
+                dy, gathered, total, chunks=chunks, waits=waits, config=config, num_programs=problem.programs, add=True
+            )
             # The gathered output gradient, with a weight gradient in the dtype of the data.
             narrow = torch.empty(problem.k, problem.n, dtype=problem.dtype)
             kernels("wgrad", edits).wgrad(

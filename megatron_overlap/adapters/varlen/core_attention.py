@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from megatron_overlap.adapters.wrapping import untraced
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.varlen.ring import VarlenTransports
+from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
 from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.session import Adapter, Session
@@ -110,9 +110,10 @@ class VarlenAdapter(Adapter):
 
 def nodes_of(hosts: Sequence[int]) -> int:
     """Number of nodes of a group, given the host of each rank; 1 if the hosts are not even, consecutive blocks."""
-    runs = [(host, len(list(run))) for host, run in groupby(hosts)]
-    even = len({host for host, _ in runs}) == len(runs) and len({size for _, size in runs}) == 1
-    return len(runs) if even else 1
+    try:
+        return Nodes.of(list(map(str, hosts))).num_nodes
+    except ValueError:
+        return 1
 
 
 class BalancedCoreAttention(torch.nn.Module):

@@ -44,8 +44,7 @@ class Batch:
     """One micro-batch of a rank in the linear layout: rows `[1, T]`, the last of them padding.
 
     Attributes:
-        tokens: input ids.
-        labels: next ids.
+        tokens, labels: input ids, and the ids after them.
         loss_mask: 1 for rows that count in the loss, 0 for padding.
         position_ids: position of each token in its document.
         documents: number of each row's document in the micro-batch; -1 for padding.
@@ -174,27 +173,20 @@ class DocumentLoader:
             assert found.shape == (plan.lengths[document], _COLUMNS), "Documents.read and Documents.rows must agree"
             return found
 
-        def count(pieces: Sequence[Piece], reader: int) -> int:
-            return sum(p.stop - p.start for p in pieces if (first + p.document) % group.size == reader)
+        def reader(piece: Piece) -> int:
+            return (first + piece.document) % group.size
+
+        def count(pieces: Sequence[Piece], of: int) -> int:
+            return sum(p.stop - p.start for p in pieces if reader(p) == of)
 
         own = rows[group.rank]
-        sends = [
-            read(piece.document)[piece.start : piece.stop]
-            for pieces in rows
-            for piece in pieces
-            if (first + piece.document) % group.size == group.rank
-        ]
+        sends = [read(p.document)[p.start : p.stop] for pieces in rows for p in pieces if reader(p) == group.rank]
         send = torch.from_numpy(np.concatenate([np.empty((0, _COLUMNS), np.int32), *sends]))
-        counts = [count(own, reader) for reader in range(group.size)]
-        received = group.all_to_all(send, [count(pieces, group.rank) for pieces in rows], counts)
-        by_reader = torch.split(received, counts)
-        taken = [0] * group.size
-        columns = []
-        for piece in own:
-            reader, length = (first + piece.document) % group.size, piece.stop - piece.start
-            columns.append(by_reader[reader][taken[reader] : taken[reader] + length])
-            taken[reader] += length
-        return self._batch(torch.cat([received.new_empty((0, _COLUMNS)), *columns]), own, plan)
+        send_counts = [count(pieces, group.rank) for pieces in rows]
+        received = group.all_to_all(send, send_counts, [count(own, of) for of in range(group.size)])
+        by_reader = sorted(own, key=reader)
+        parts = dict(zip(by_reader, received.split([p.stop - p.start for p in by_reader]), strict=True))
+        return self._batch(torch.cat([received.new_empty((0, _COLUMNS)), *(parts[p] for p in own)]), own, plan)
 
     def _batch(self, columns: torch.Tensor, pieces: Sequence[Piece], plan: Plan) -> Batch:
         num_rows = len(columns)

@@ -1,10 +1,8 @@
 """Balanced attention: causal attention of documents of very different lengths, placed by `schedules.varlen.partition`.
 
-Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. Documents that are cut over several ranks
-form rings. Their members send each other keys and values (pass-KV) or queries (pass-Q). All messages are posted before
-the computation starts, inter-node messages first. Meanwhile a rank computes attention of its own rows, of arrived rows,
-and of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.ring` orders the
-computation.
+Source: Zeppelin (arXiv 2509.21841, section 4.2), whose code is not public. All messages are posted before the
+computation starts, inter-node messages first. Meanwhile a rank computes attention of its own rows, of arrived rows, and
+of its whole documents. `schedules.varlen.messages` plans the messages, `ops.varlen.ring` orders the computation.
 """
 
 from functools import lru_cache
@@ -20,7 +18,6 @@ from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
 from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
-from megatron_overlap.schedules.varlen.messages import PlanKey
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 
@@ -48,8 +45,7 @@ def balanced_attention(
         q: `[T, Hq, D]`, positions already encoded. In the attention layout: the T = `plan.tokens(index)[rank]` rows of
             this rank in the order of `plan.pieces(index, rank)`, which is for each ring the early chunk and then the
             late one, followed by whole documents. T may be 0; every rank of the group must call.
-        k: `[T, Hkv, D]`, the same rows; Hq / Hkv consecutive query heads share a key head.
-        v: `[T, Hkv, D]`, the same rows.
+        k, v: `[T, Hkv, D]`, the same rows; Hq / Hkv consecutive query heads share a key head.
         plan: plan of the batch; the same on every rank.
         index: index of the pass.
         group: the ranks of the plan in order, or their transport or transports.
@@ -76,7 +72,7 @@ def balanced_attention(
         raise ValueError(f"index: {index}: the plan has {len(plan.passes)} pass(es)")
     if layout not in ("attention", "linear"):
         raise ValueError(f"layout: {layout}: use attention or linear")
-    rebalances = _rebalances(PlanKey(plan), index) if layout == "linear" else None
+    rebalances = _rebalances(plan, index) if layout == "linear" else None
     rows = (plan.tokens(index) if rebalances is None else rebalances[0].before)[rank]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         raise ValueError(f"q: shape {tuple(q.shape)} does not fit k {tuple(k.shape)} and v {tuple(v.shape)}")
@@ -136,18 +132,9 @@ class _BalancedAttention(torch.autograd.Function):
         attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            documents_backward(
-                dout[rows],
-                q[rows],
-                k[rows],
-                v[rows],
-                out[rows],
-                lse[rows],
-                lengths,
-                options.scale,
-                options.window,
-                (dq[rows], dk[rows], dv[rows]),
-            )
+            tensors = dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows]
+            grads = dq[rows], dk[rows], dv[rows]
+            documents_backward(*tensors, lengths, options.scale, options.window, grads)
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):
@@ -164,7 +151,7 @@ def _transports(group: dist.ProcessGroup | Transport | VarlenTransports) -> Varl
 
 
 @lru_cache(maxsize=16)
-def _rebalances(key: PlanKey, index: int) -> tuple[Rebalance, Rebalance]:
+def _rebalances(plan: Plan, index: int) -> tuple[Rebalance, Rebalance]:
     """From the linear layout to the attention layout, and back. Cached, because every layer makes the same call."""
-    to_linear = rebalance_to_linear(key.plan, index)
+    to_linear = rebalance_to_linear(plan, index)
     return to_linear.inverse(), to_linear

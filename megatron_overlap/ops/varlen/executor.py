@@ -5,6 +5,7 @@ arrive while the rank computes with its own. They are last in the attention layo
 or to rings if the rank has no whole documents. Results leave for the linear layout as soon as they are computed.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -12,9 +13,9 @@ from typing import Literal
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
-from megatron_overlap.ops.varlen.ring import CallOptions, RingCall, Task, TaskQueues
+from megatron_overlap.ops.varlen.ring import CallOptions, Task, TaskQueues, begin_rings
 from megatron_overlap.schedules.varlen.messages import rebalance_messages
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
@@ -44,7 +45,6 @@ class PassExecutor:
         self.own = OwnRows.of(options.plan, options.index, transport.rank)
         self._like, self.rows = tensors[0], list(tensors)
         self._moved: _MovedRows | None = None
-        self._ends: list[int] = []
         if options.rebalances is None:
             shapes = [(self._like.shape[0], count, self._like.shape[2]) for count in heads]
             self.results = [self._like.new_empty(shape) for shape in shapes]
@@ -59,14 +59,12 @@ class PassExecutor:
         """Posts all messages and computes all rows: rings with `attention`, whole documents with `documents`."""
         options = self._options
         queues = TaskQueues(can_query=not self._like.is_cuda)
-        self._enqueue(queues, documents)
-        groups = RingCall(options, attention, self.own, queues, self._like, self._name).begin()
+        ends = self._enqueue(queues, documents)
+        groups = begin_rings(options, attention, self.own, queues, self._name)
         if self._moved is not None:
-            self._moved.begin_outbound(self._num_steps)
+            self._moved.begin_outbound(self.own.num_ring_rows, ends)
         queues.run(gather_first=options.plan.exchange == "all_gather")
-        for group in groups:
-            group.finish()
-        self._num_bytes = sum(group.num_bytes for group in groups)
+        self._num_bytes = sum(group.finish() for group in groups)
 
     def finish(self) -> list[torch.Tensor]:
         """Returns the results in the layout of the call. The caller has written all of `results`."""
@@ -78,9 +76,9 @@ class PassExecutor:
             self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
         return results
 
-    def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> None:
-        """Enqueues runs of whole documents; a run with missing rows waits for them."""
-        plan, moved = self._options.plan, self._moved
+    def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> list[int]:
+        """Enqueues runs of whole documents; a run with missing rows waits for them. Returns the ends of those runs."""
+        plan, moved, ends = self._options.plan, self._moved, list[int]()
         num_in_place = self.rows[0].shape[0] if moved is None else moved.num_in_place
         for rows, lengths in _document_runs(self.own, num_in_place):
             run = partial(documents, rows, lengths)
@@ -89,7 +87,7 @@ class PassExecutor:
                 queues.local.append(Task(run, duration_fs=duration_fs))
                 continue
             arrival_fs = plan.cost.ring_fs(rows.stop - num_in_place, 1, plan.topology, inter=plan.topology.nodes > 1)
-            self._ends.append(rows.stop)
+            ends.append(rows.stop)
 
             def rebalanced(run: Callable[[], None] = run, step: Callable[[], None] = moved.step) -> None:
                 run()
@@ -98,12 +96,7 @@ class PassExecutor:
             queues.rebalanced.append(
                 Task(rebalanced, moved.is_arrived, moved.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
             )
-
-    def _num_steps(self, start: int, stop: int) -> int:
-        """Number of `_MovedRows.step` calls after which these rows are computed; ring rows only after all of them."""
-        if start < self.own.num_ring_rows:
-            return len(self._ends) + 1
-        return next(number for number, end in enumerate(self._ends, start=1) if stop <= end)
+        return ends
 
 
 def _document_runs(own: OwnRows, num_in_place: int) -> Iterator[tuple[slice, tuple[int, ...]]]:
@@ -125,9 +118,6 @@ def _document_runs(own: OwnRows, num_in_place: int) -> Iterator[tuple[slice, tup
 
 class _MovedRows:
     """A pass in the linear layout: its rows move to the attention layout, and its results back.
-
-    Source: Zeppelin (arXiv 2509.21841, section 4.3). Rows of other ranks arrive during attention with own rows. Each
-    row of a result leaves as soon as it is computed.
 
     Attributes:
         rows: the tensors in the attention layout; the rows from `num_in_place` on are valid after `wait`.
@@ -160,7 +150,7 @@ class _MovedRows:
             self.rows = [x.new_empty(num_rows, *x.shape[1:]) for x in tensors]
             for whole, own in zip(self.rows, tensors, strict=True):
                 whole[:in_place] = own
-        self._inbound = _post_moves(transport, inbound, leaving, self._received, {}, f"{name} inbound", in_place)
+        self._inbound = self._post(inbound, leaving, self._received, {}, f"{name} inbound", in_place)
         self.is_arrived = partial(self._inbound.is_completed, self._inbound.receive_rounds)
         # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
         self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
@@ -176,14 +166,15 @@ class _MovedRows:
             for whole, part in zip(self.rows, self._received.split(self._heads, dim=1), strict=True):
                 whole[self.num_in_place :] = part
 
-    def begin_outbound(self, num_steps: Callable[[int, int], int]) -> None:
-        """Posts the messages of the results.
-
-        `num_steps(start, stop)`: number of `step` calls after which these rows are ready.
-        """
-        rank, packed = self._transport.rank, self._packed
-        after = {(i, 0): num_steps(m.start, m.stop) for i, m in enumerate(self._moves.moves) if m.source == rank}
-        self._outbound = _post_moves(self._transport, self._moves, packed, packed, after, f"{self._name} outbound")
+    def begin_outbound(self, num_ring_rows: int, ends: Sequence[int]) -> None:
+        """Posts the result messages. Step i completes the rows before `ends[i]`; ring rows need one step more."""
+        packed = self._packed
+        after = {
+            (index, 0): len(ends) + 1 if move.start < num_ring_rows else bisect_left(ends, move.stop) + 1
+            for index, move in enumerate(self._moves.moves)
+            if move.source == self._transport.rank
+        }
+        self._outbound = self._post(self._moves, packed, packed, after, f"{self._name} outbound", 0)
 
     def step(self) -> None:
         """Marks the next rows of the results as ready."""
@@ -200,22 +191,15 @@ class _MovedRows:
         self.num_bytes = self._outbound.num_bytes + self._inbound.num_bytes
         return [part[: self._num_linear] for part in self._parts]
 
+    def _post(
+        self, moves: Rebalance, x: torch.Tensor, y: torch.Tensor, after_work: dict[Key, int], name: str, first_row: int
+    ) -> RowMessages:
+        """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
 
-def _post_moves(
-    transport: Transport,
-    moves: Rebalance,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    after_work: dict[tuple[int, int], int],
-    name: str,
-    first_row: int = 0,
-) -> RowMessages:
-    """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
-
-    `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
-    """
-    rank = transport.rank
-    numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
-    sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
-    sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
-    return RowMessages(transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)
+        `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
+        """
+        rank = self._transport.rank
+        numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
+        sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
+        sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
+        return RowMessages(self._transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)

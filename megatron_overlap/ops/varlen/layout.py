@@ -16,6 +16,9 @@ from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup
 
+type Key = tuple[int, int]
+"""Payload and ring step; results for an owner have ring step -1."""
+
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
@@ -101,9 +104,9 @@ class RowMessages:
         self,
         transport: Transport,
         plan: MessagePlan,
-        sources: Mapping[tuple[int, int], torch.Tensor],
-        sinks: Mapping[tuple[int, int], torch.Tensor],
-        after_work: Mapping[tuple[int, int], int],
+        sources: Mapping[Key, torch.Tensor],
+        sinks: Mapping[Key, torch.Tensor],
+        after_work: Mapping[Key, int],
         like: torch.Tensor,
         width: int,
         name: str,
@@ -112,10 +115,8 @@ class RowMessages:
 
         Args:
             plan: messages of all ranks.
-            sources, sinks: the rows `[rows, width]` that this rank sends, and buffers for those that it receives, by
-                payload and ring step; results for an owner have ring step -1.
-            after_work: by payload and ring step, number of `mark_ready` units that must be done before a message
-                leaves; absent means 0.
+            sources, sinks: the rows `[rows, width]` that this rank sends, and buffers for those that it receives.
+            after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
             like, width: dtype and device, and elements of a row.
             name: name of the operation, for errors and buffers.
         """
@@ -132,19 +133,19 @@ class RowMessages:
         transfers = []
         for send, recv in pairs:
             outgoing = incoming = nothing
+            to = source = (rank + 1) % transport.size
             num_work, after_message = 0, None
-            # A direction without a message names the peer of the other one.
-            other = messages[recv].source if recv is not None else (rank + 1) % transport.size
-            to = messages[send].to if send is not None else other
-            source = messages[recv].source if recv is not None else to
             if recv is not None:
                 message = messages[recv]
+                to = source = message.source
                 if message.is_final:
                     sink = sinks[message.payload, -1 if message.to_owner else message.step]
                     received[recv] = sink[message.start : message.stop]
                 incoming = received[recv]
             if send is not None:
                 message = messages[send]
+                # A direction without a message names the peer of the other one.
+                to, source = message.to, message.to if recv is None else source
                 if message.after is None:
                     outgoing = sources[message.payload, message.step][message.start : message.stop]
                     num_work = after_work.get((message.payload, message.step), 0)

@@ -1,7 +1,4 @@
-"""Pass-KV and pass-Q, forward and backward: what a rank packs, computes and accumulates in a ring.
-
-Pass-KV sends keys and values to the ranks with the queries; pass-Q sends queries to the ranks with the keys and values.
-"""
+"""Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
 
 from __future__ import annotations
 
@@ -34,20 +31,16 @@ class Shape:
         """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
-    def widths(self, passing: Passing, backward: bool) -> tuple[int, int]:
-        """Elements of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
+    def traffic(self, passing: Passing, backward: bool) -> Traffic:
+        """Bytes of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
         queries, keys = self.heads * self.size, 2 * self.kv_heads * self.size
+        narrow, wide = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
         if passing == "kv":
-            return keys, keys if backward else 0
+            return Traffic(passing, keys * narrow, keys * wide if backward else 0)
         if backward:
             # Queries, output, output gradient, and the log-sum-exp, which keeps its own dtype.
-            return 3 * queries + self.heads * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize, queries
-        return queries, queries + self.heads
-
-    def traffic(self, passing: Passing, backward: bool) -> Traffic:
-        """Bytes of a payload row and of a result row."""
-        payload, result = self.widths(passing, backward)
-        return Traffic(passing, payload * self.dtype.itemsize, result * accumulation_dtype(self.dtype).itemsize)
+            return Traffic(passing, 3 * queries * narrow + self.heads * wide, queries * wide)
+        return Traffic(passing, queries * narrow, (queries + self.heads) * wide)
 
     def cheaper(self, backward: bool) -> Passing:
         """Pass-KV or pass-Q, whichever sends fewer bytes; pass-KV if equal. Both send the same number of rows."""
@@ -60,9 +53,6 @@ class RingAttention(ABC):
     """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank.
 
     Attributes:
-        passing: what travels.
-        backward: whether the direction is backward.
-        scale: factor of the scores.
         q, k, v: inputs of attention, `[rows, heads, D]`.
         out, lse: its results. Forward writes them, in the accumulation dtype.
     """
@@ -78,14 +68,8 @@ class RingAttention(ABC):
     lse: torch.Tensor
 
     @property
-    def shape(self) -> Shape:
-        """The shape of a row."""
-        return Shape.of(self.q, self.k)
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """See `Shape.widths`."""
-        return self.shape.widths(self.passing, self.backward)
+    def traffic(self) -> Traffic:
+        return Shape.of(self.q, self.k).traffic(self.passing, self.backward)
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         """Copies own rows into the rows of a payload: keys and values, unless a pass-Q class overrides it."""
@@ -212,7 +196,7 @@ class BackwardPassQ(BackwardPassKV):
         torch.cat([*parts, pick(self.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
     def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        width = self.shape.heads * self.shape.size
+        width = self.q.shape[1:].numel()
         q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
         lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
         dq, dk, dv = partial_backward(dout, q, pick(self.k, own), pick(self.v, own), out, lse, self.scale, mask)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
-from megatron_overlap.ops.varlen.layout import OwnRows, RowMessages, join, pick, rows_in_payload
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, join, pick, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
 from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
@@ -140,128 +140,102 @@ class CallOptions:
     observer: Observer | None
 
 
-@dataclass(frozen=True, slots=True)
-class RingCall:
-    """One pass in one direction, on one rank. The data have the dtype and device of `like`."""
-
-    options: CallOptions
-    attention: RingAttention
-    own: OwnRows
-    queues: TaskQueues
-    like: torch.Tensor
-    name: str
-
-    def begin(self) -> list[RingGroupRun]:
-        """Posts the messages and enqueues the computation of all ring groups."""
-        traffic = self.attention.shape.traffic(self.attention.passing, self.attention.backward)
-        groups = messages_of(self.options.plan, self.options.index, traffic, self.options.window)
-        runs = [RingGroupRun(self, messages, number) for number, messages in enumerate(groups)]
-        # Post all payloads before the first result: payloads need no computation, so no message blocks them.
-        for step in (RingGroupRun.post_payloads, RingGroupRun.post_results, RingGroupRun.enqueue):
-            for run in runs:
-                step(run)
-        return runs
+def begin_rings(
+    options: CallOptions, attention: RingAttention, own: OwnRows, queues: TaskQueues, name: str
+) -> list[RingGroupRun]:
+    """Posts the messages and enqueues the computation of all ring groups of one pass in one direction."""
+    groups = messages_of(options.plan, options.index, attention.traffic, options.window)
+    runs = [
+        RingGroupRun(options, attention, own, messages, f"{name} {number}") for number, messages in enumerate(groups)
+    ]
+    # Post all payloads before the first result: payloads need no computation, so no message blocks them.
+    for run in runs:
+        run.post_payloads()
+    for run in runs:
+        run.post_results()
+        run.enqueue(queues)
+    return runs
 
 
 class RingGroupRun:
     """One ring group in one pass on this rank, which is a member, a proxy, or not involved."""
 
-    def __init__(self, call: RingCall, messages: RingMessages, number: int) -> None:
-        self._call, self._messages, self._ring_group = call, messages, messages.ring_group
-        self._transport = call.options.transports[messages.ring_group.zone != "inter"]
-        self._name = f"{call.name} {number}"
+    def __init__(
+        self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages, name: str
+    ) -> None:
+        self._options, self._attention, self._own, self._name = options, attention, own, name
+        self._messages, self._ring_group, self._traffic = messages, messages.ring_group, attention.traffic
+        self._transport = options.transports[messages.ring_group.zone != "inter"]
         ranks, rank = messages.ring_group.ranks, self._transport.rank
         # -1 in a proxy, and in a rank that is not involved: it has no ring steps.
         self._position = ranks.index(rank) if rank in ranks else -1
         self._owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
         self._received_steps = messages.received_steps(self._position)
         self._result_steps = messages.result_steps(self._position)
-        self._computed: set[tuple[int, int]] = set()
+        self._computed: set[Key] = set()
         self._result_messages: RowMessages | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this rank sends."""
-        return self._payload_messages.num_bytes + (self._result_messages.num_bytes if self._result_messages else 0)
 
     def post_payloads(self) -> None:
         """Packs the own payloads and posts the messages of all payloads."""
-        payloads, like, width = self._messages.payloads, self._call.like, self._call.attention.widths[0]
+        transport, name, like = self._transport, f"{self._name} payload", self._attention.q
+        width = self._traffic.payload_bytes // like.itemsize
         keys = [(index, 0) for index in self._owned] + [(step.payload, step.step) for step in self._received_steps]
         # An owner does not receive its own payload, so no key is both sent and received.
-        sizes = {(index, step): payloads[index].rows[step] for index, step in keys}
-        self._payloads = self._take("payload", sizes, width, like)
+        self._payloads = rows = self._take(name, keys, 0, width, like)
         for index in self._owned:
-            for (number, chunk), rows in rows_in_payload(self._ring_group, payloads[index]).items():
+            for (number, chunk), place in rows_in_payload(self._ring_group, self._messages.payloads[index]).items():
                 runs = self._own_runs(self._ring_group.rings[number], (chunk,))
                 if runs:
-                    self._call.attention.pack(runs, self._payloads[index, 0][rows])
-        self._payload_messages = RowMessages(
-            self._transport,
-            self._messages.distribute,
-            self._payloads,
-            self._payloads,
-            {},
-            like,
-            width,
-            f"{self._name} payload",
-        )
+                    self._attention.pack(runs, rows[index, 0][place])
+        self._payload_messages = RowMessages(transport, self._messages.distribute, rows, rows, {}, like, width, name)
 
     def post_results(self) -> None:
         """Posts the messages of the results for the owners."""
-        messages, width = self._messages, self._call.attention.widths[1]
-        if messages.collect is None:
+        transport, name, plan = self._transport, f"{self._name} result", self._messages.collect
+        if plan is None:
             return
-        like = torch.empty(0, dtype=accumulation_dtype(self._call.like.dtype), device=self._call.like.device)
+        q = self._attention.q
+        like = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+        width = self._traffic.result_bytes // like.itemsize
         keys = [(step.payload, step.step) for step in self._result_steps]
-        rows = {(index, step): messages.payloads[index].rows[step] for index, step in keys}
-        self._results = self._take("result", rows, width, like)
+        self._results = rows = self._take(name, keys, 0, width, like)
         # A received result is keyed by the ring step that sent it, and a complete one for the owner by -1.
         arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._owned]
-        rows = {(index, step): messages.payloads[index].rows[step + 1] for index, step in arriving}
-        self._received_results = self._take("received result", rows, width, like)
+        self._received_results = received = self._take(f"{self._name} received result", arriving, 1, width, like)
         after_work = {key: number for number, key in enumerate(keys, start=1)}
-        self._result_messages = RowMessages(
-            self._transport,
-            messages.collect,
-            self._results,
-            self._received_results,
-            after_work,
-            like,
-            width,
-            f"{self._name} result",
-        )
+        self._result_messages = RowMessages(transport, plan, rows, received, after_work, like, width, name)
 
     def _take(
-        self, name: str, rows: dict[tuple[int, int], int], width: int, like: torch.Tensor
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Takes one buffer of the pool and splits it."""
-        if not rows:
+        self, name: str, keys: Sequence[Key], later: int, width: int, like: torch.Tensor
+    ) -> dict[Key, torch.Tensor]:
+        """Takes one buffer of the pool and splits it: the rows of each payload `later` ring steps after its key."""
+        if not keys:
             return {}
-        buffer = self._transport.buffer_pool.take(f"{self._name} {name}", (sum(rows.values()), width), like)
-        return dict(zip(rows, buffer.split(list(rows.values())), strict=True))
+        sizes = [self._messages.payloads[index].rows[step + later] for index, step in keys]
+        buffer = self._transport.buffer_pool.take(name, (sum(sizes), width), like)
+        return dict(zip(keys, buffer.split(sizes), strict=True))
 
-    def enqueue(self) -> None:
+    def enqueue(self, queues: TaskQueues) -> None:
         """Enqueues the tasks of this ring group."""
-        call, ring_group, cost = self._call, self._ring_group, self._call.options.plan.cost
         if self._position < 0:
             return
-        tokens = sum(ring.tokens(self._position) for ring in ring_group.rings)
-        inter = ring_group.zone == "inter"
-        call.queues.first.append(Task(self._compute_own))
+        zone, cost, topology = self._ring_group.zone, self._options.plan.cost, self._options.plan.topology
+        tokens = sum(ring.tokens(self._position) for ring in self._ring_group.rings)
+        queues.first.append(Task(self._compute_own))
+        is_completed, wait = self._payload_messages.is_completed, self._payload_messages.wait
         for step in self._received_steps:
-            rows = self._messages.payloads[step.payload].rows[step.step]
+            rows, hops = self._messages.payloads[step.payload].rows[step.step], step.step + 1
             task = Task(
                 partial(self._compute_step, step),
-                partial(self._payload_messages.is_completed, step.rounds),
-                partial(self._payload_messages.wait, step.rounds),
+                partial(is_completed, step.rounds),
+                partial(wait, step.rounds),
                 duration_fs=cost.attention_fs(tokens * rows // 2, tokens),
-                arrival_fs=cost.ring_fs(rows * (step.step + 1), step.step + 1, call.options.plan.topology, inter=inter),
+                arrival_fs=cost.ring_fs(rows * hops, hops, topology, inter=zone == "inter"),
             )
-            call.queues.ring_steps[ring_group.zone].append(task)
+            queues.ring_steps[zone].append(task)
         if self._result_messages is None:
             return
-        results = call.queues.results[ring_group.zone]
+        results = queues.results[zone]
         is_completed, wait = self._result_messages.is_completed, self._result_messages.wait
         for number, step in enumerate(self._result_steps, start=1):
             is_runnable = partial(self._computed.__contains__, (step.payload, step.step))
@@ -272,53 +246,54 @@ class RingGroupRun:
             run = partial(self._apply_result, index)
             results.append(Task(run, partial(is_completed, rounds), partial(wait, rounds)))
 
-    def finish(self) -> None:
-        """Waits until all buffers may be reused."""
-        self._payload_messages.wait_all()
-        if self._result_messages is not None:
-            self._result_messages.wait_all()
+    def finish(self) -> int:
+        """Waits until all buffers may be reused; returns the bytes that this rank has sent."""
+        posted = [each for each in (self._payload_messages, self._result_messages) if each is not None]
+        for messages in posted:
+            messages.wait_all()
+        return sum(messages.num_bytes for messages in posted)
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
-        return join([self._call.own.rows_of(ring, self._position, chunk) for chunk in chunks])
+        return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])
 
     def _mask(self, ring: Ring, block: Block) -> Mask | None:
         offset = ring.bounds[block.queries[0]] - ring.bounds[block.keys[0]]
-        return Mask(offset, self._call.options.window) if block.masked else None
+        return Mask(offset, self._options.window) if block.masked else None
 
     def _compute_own(self) -> None:
         chunks = self._ring_group.chunks_of(self._position)
         for ring in self._ring_group.rings:
-            for block in blocks(ring, chunks, chunks, self._call.options.window):
+            for block in blocks(ring, chunks, chunks, self._options.window):
                 queries, keys = self._own_runs(ring, block.queries), self._own_runs(ring, block.keys)
-                self._call.attention.compute_own(queries, keys, self._mask(ring, block))
+                self._attention.compute_own(queries, keys, self._mask(ring, block))
 
     def _compute_step(self, step: RingStep) -> None:
         key = step.payload, step.step
-        payload, call = self._messages.payloads[step.payload], self._call
+        payload, attention = self._messages.payloads[step.payload], self._attention
         rows, result = self._payloads[key], self._payloads[key]
         if self._result_messages is not None:
             result = self._results[key]
-            call.attention.reset(result)
+            attention.reset(result)
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
-        rows_of, is_kv = rows_in_payload(self._ring_group, payload), call.attention.passing == "kv"
+        rows_of, is_kv = rows_in_payload(self._ring_group, payload), attention.passing == "kv"
         for number, ring in enumerate(self._ring_group.rings):
             queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
-            for block in blocks(ring, queries, keys, call.options.window):
+            for block in blocks(ring, queries, keys, self._options.window):
                 own, received = (block.queries, block.keys) if is_kv else (block.keys, block.queries)
                 runs, own_runs = join([rows_of[number, chunk] for chunk in received]), self._own_runs(ring, own)
-                call.attention.compute_step(own_runs, pick(rows, runs), result, runs, self._mask(ring, block))
+                attention.compute_step(own_runs, pick(rows, runs), result, runs, self._mask(ring, block))
         self._computed.add(key)
 
     def _send_result(self, step: RingStep, number: int) -> None:
         assert self._result_messages is not None
         if step.step:
             received = self._received_results[step.payload, step.step - 1]
-            self._call.attention.accumulate(self._results[step.payload, step.step], received)
+            self._attention.accumulate(self._results[step.payload, step.step], received)
         self._result_messages.mark_ready(number)
 
     def _apply_result(self, index: int) -> None:
         for (number, chunk), rows in rows_in_payload(self._ring_group, self._messages.payloads[index]).items():
             runs = self._own_runs(self._ring_group.rings[number], (chunk,))
             if runs:
-                self._call.attention.apply_result(runs, self._received_results[index, -1][rows])
+                self._attention.apply_result(runs, self._received_results[index, -1][rows])

@@ -1,7 +1,6 @@
 """Plans for attention over documents of very different lengths: token placement, rings, and their messages.
 
-Source: Zeppelin (arXiv 2509.21841). The planners import neither torch nor Megatron. Every rank that calls a planner
-with the same arguments computes the same plan.
+Source: Zeppelin (arXiv 2509.21841).
 """
 
 from megatron_overlap.schedules.varlen.partition import CapacityError, partition

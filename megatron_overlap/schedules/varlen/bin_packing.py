@@ -28,6 +28,7 @@ class Item(NamedTuple):
     tokens: int
     length: int
     document: int
+    attention_fs: int
 
 
 @dataclass(slots=True)
@@ -73,14 +74,13 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
     The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
     overflows or the result is uneven, the placement restarts with a lower threshold.
     """
-    costs = [level.cost.share_fs(item.tokens, item.length) for item in items]
     linear_fs = level.cost.linear_fs
 
     def most_even(spill: Spill | None, *, hidden_only: bool = False) -> Placement | None:
         """The placement of the best threshold, or of the first that reaches `GOOD_ENOUGH`."""
         best: Placement | None = None
         for threshold, short in _ATTEMPTS[: level.attempts]:
-            found = _attempt(level, items, costs, threshold, short, spill, hidden_only=hidden_only)
+            found = _attempt(level, items, threshold, short, spill, hidden_only=hidden_only)
             if found is not None and (best is None or found.evenness(linear_fs) > best.evenness(linear_fs)):
                 best = found
             if best is not None and (level.bins == 1 or best.evenness(linear_fs) >= GOOD_ENOUGH):
@@ -102,14 +102,7 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
 
 
 def _attempt(
-    level: Level,
-    items: Sequence[Item],
-    costs: Sequence[int],
-    threshold: int,
-    short: int,
-    spill: Spill | None,
-    *,
-    hidden_only: bool,
+    level: Level, items: Sequence[Item], threshold: int, short: int, spill: Spill | None, *, hidden_only: bool
 ) -> Placement | None:
     """Places all items with one threshold; None if they do not fit.
 
@@ -120,32 +113,33 @@ def _attempt(
     bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
     result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
     placed, attention, tokens = result.items, result.attention_fs, result.tokens
-    fair = max(1, sum(costs) // bins)
+    fair = max(1, sum(item.attention_fs for item in items) // bins)
     limit = max(1, fair // threshold)
     shift = bins.bit_length()
     mask = (1 << shift) - 1
 
-    def put(item: Item, fs: int, bin_: int) -> None:
+    def put(item: Item, bin_: int) -> None:
         """Places an item whole, or the share of it that an upper level assigned."""
         placed[bin_].append(item)
-        attention[bin_] += fs
+        attention[bin_] += item.attention_fs
         tokens[bin_] += item.tokens
         if item.tokens < item.length and message_fs is not None:
             result.message_fs[bin_] += message_fs(item, False)
 
     def put_shares(item: Item, shares: list[tuple[int, int]], message: int) -> None:
         for bin_, share in shares:
-            placed[bin_].append(Item(share, item.length, item.document))
-            attention[bin_] += level.cost.share_fs(share, item.length)
+            fs = level.cost.share_fs(share, item.length)
+            placed[bin_].append(Item(share, item.length, item.document, fs))
+            attention[bin_] += fs
             tokens[bin_] += share
             result.message_fs[bin_] += message
 
     heap = list(range(bins))  # one integer per bin, attention << shift | bin: faster to compare than a tuple
     index, first_short = 0, _first_short(items, short)
-    while index < len(items) and (index < first_short or costs[index] > limit):
-        item, fs = items[index], costs[index]
-        size = item.tokens
-        width = _width(level, item, fs, None if hidden_only else fair, limit) if fs > limit or size > capacity else 1
+    while index < len(items) and (index < first_short or items[index].attention_fs > limit):
+        item, size, width = items[index], items[index].tokens, 1
+        if item.attention_fs > limit or size > capacity:
+            width = _width(level, item, None if hidden_only else fair, limit)
         if message_fs is not None and width > 1:
             chosen = _pop_with_room(heap, mask, tokens, capacity, size, width)
             if not chosen:
@@ -160,13 +154,13 @@ def _attempt(
         if not heap:
             break
         bin_ = heap[0] & mask
-        put(item, fs, bin_)
+        put(item, bin_)
         heapq.heapreplace(heap, attention[bin_] << shift | bin_)
         index += 1
 
     heap = [count << shift | bin_ for bin_, count in enumerate(tokens)]
     heapq.heapify(heap)
-    for item, fs in zip(items[index:], costs[index:], strict=True):
+    for item in items[index:]:
         bin_ = heap[0] & mask
         count = tokens[bin_] + item.tokens
         if count > capacity and spill == "shift" and _make_room(level, result, bin_, count - capacity):
@@ -175,7 +169,7 @@ def _attempt(
             bin_ = heap[0] & mask
             count = tokens[bin_] + item.tokens
         if count <= capacity:
-            put(item, fs, bin_)
+            put(item, bin_)
             heapq.heapreplace(heap, count << shift | bin_)
             continue
         shares = _fill(item.tokens, heap, mask, tokens, capacity) if spill else None
@@ -197,11 +191,12 @@ def _first_short(items: Sequence[Item], short: int) -> int:
     return index
 
 
-def _width(level: Level, item: Item, fs: int, fair: int | None, limit: int) -> int:
+def _width(level: Level, item: Item, fair: int | None, limit: int) -> int:
     """Number of bins over which a document is cut: enough for the limit, if attention still hides the messages.
 
     More bins are used if the document does not fit in fewer, or exceeds the mean load of fewer.
     """
+    fs = item.attention_fs
     needed = -(-item.tokens // level.capacity)
     if fair is not None:
         needed = max(needed, -(-fs // fair))
@@ -258,10 +253,10 @@ def _make_room(level: Level, placed: Placement, bin_: int, missing: int) -> bool
 
 def _resize(level: Level, placed: Placement, bin_: int, place: int, more: int) -> None:
     item = placed.items[bin_][place]
-    placed.items[bin_][place] = item._replace(tokens=item.tokens + more)
+    fs = level.cost.share_fs(item.tokens + more, item.length)
+    placed.items[bin_][place] = item._replace(tokens=item.tokens + more, attention_fs=fs)
     placed.tokens[bin_] += more
-    fs = [level.cost.share_fs(count, item.length) for count in (item.tokens, item.tokens + more)]
-    placed.attention_fs[bin_] += fs[1] - fs[0]
+    placed.attention_fs[bin_] += fs - item.attention_fs
 
 
 def _fill(size: int, heap: list[int], mask: int, tokens: Sequence[int], capacity: int) -> list[tuple[int, int]] | None:

@@ -8,6 +8,7 @@ A transfer between nodes may use several NICs (`schedules.varlen.message_order`)
 through proxy ranks.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,7 +35,6 @@ class RingMessages:
     """The messages of one ring group in one direction.
 
     Attributes:
-        payloads: the rows that travel.
         distribute: messages from owners to receivers.
         collect: messages with results for the owners; None if the receivers keep their results.
     """
@@ -94,11 +94,10 @@ def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) ->
 
     Recent results are cached, because every layer of a model makes the same call.
     """
-    _recent_calls.pop((traffic, window), None)
-    _recent_calls[traffic, window] = None
-    if len(_recent_calls) > _MAX_RECENT_CALLS:
-        del _recent_calls[next(iter(_recent_calls))]
-    return _messages_of(PlanKey(plan), index, traffic, window)
+    if (traffic, window) in _recent_calls:
+        _recent_calls.remove((traffic, window))
+    _recent_calls.append((traffic, window))
+    return _messages_of(plan, index, traffic, window)
 
 
 def precompute(plan: Plan) -> None:
@@ -108,33 +107,16 @@ def precompute(plan: Plan) -> None:
     """
     for traffic, window in list(_recent_calls):
         for index in range(len(plan.passes)):
-            _messages_of(PlanKey(plan), index, traffic, window)
+            _messages_of(plan, index, traffic, window)
 
 
-_MAX_RECENT_CALLS = 4
-"""Forward and backward of full attention, and of attention with a window. The cache holds the messages of so many for
-the current micro-batch and the next ones."""
-
-_recent_calls: dict[tuple[Traffic, int | None], None] = {}
-"""Arguments of recent `messages_of` calls, the latest last."""
-
-
-class PlanKey:
-    """A plan as a cache key. Compares by identity: the hash of a plan takes time proportional to its documents."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlanKey) and other.plan is self.plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
+# Four calls: forward and backward of full attention, and of attention with a window.
+_recent_calls: deque[tuple[Traffic, int | None]] = deque(maxlen=4)
 
 
 @lru_cache(maxsize=16)
-def _messages_of(key: PlanKey, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
-    topology, groups = key.plan.topology, ring_groups(key.plan.passes[index])
+def _messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+    topology, groups = plan.topology, ring_groups(plan.passes[index])
     found = []
     for ring_group in groups:
         max_nics = _max_nics(ring_group, groups, topology)
@@ -162,7 +144,6 @@ def _max_nics(ring_group: RingGroup, groups: Sequence[RingGroup], topology: Topo
 
 
 def _distribute(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageScheduler) -> MessagePlan:
-    """The messages that carry all payloads from their owners to their receivers."""
     last: dict[tuple[int, int], int] = {}
     parts = [_parts(payload, ranks, scheduler) for payload in sent]
     for step, index, payload in _ring_steps(sent):
@@ -175,7 +156,6 @@ def _distribute(sent: Sequence[Payload], ranks: Sequence[int], scheduler: Messag
 
 
 def _collect(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageScheduler) -> MessagePlan:
-    """The messages that carry the results of all payloads: to the next receiver, and from the last one to the owner."""
     received: dict[tuple[int, int], list[int]] = {}
     parts = [_parts(payload, ranks, scheduler) for payload in sent]
     for step, index, payload in _ring_steps(sent):

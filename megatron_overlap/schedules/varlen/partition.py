@@ -47,7 +47,8 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     cost = cost or CostModel()
     check_room(lengths, topology, capacity)
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    items = [Item(lengths[document], lengths[document], document) for document in order if lengths[document]]
+    sizes = [(document, lengths[document]) for document in order if lengths[document]]
+    items = [Item(length, length, document, cost.share_fs(length, length)) for document, length in sizes]
     groups = _to_passes(items, topology.ranks * capacity, cost)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())

@@ -88,9 +88,11 @@ class Pass:
     stage: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The placement of every token of a batch during attention.
+
+    Compares by identity: as a cache key a plan would be hashed in time proportional to its documents.
 
     Attributes:
         method: name of the planner, a key of `partition.METHODS`.
@@ -145,9 +147,8 @@ class Balance:
     divided by the sum of the largest loads.
 
     Attributes:
-        attention: balance of attention time.
+        attention, tokens: balance of attention time, and of tokens.
         compute: balance of attention and linear layers, if the linear layers use the attention layout.
-        tokens: balance of tokens.
         lower_bound_us: total attention time divided by the number of ranks. No plan takes less.
         attention_us: sum over stages of the largest attention time.
         step_us: sum over stages of the largest step time. The step time of a rank is the longer of its attention and

@@ -16,12 +16,11 @@ from typing import Literal
 from megatron_overlap.schedules.varlen.plan import Pass, Ring, Zone
 
 Passing = Literal["kv", "q"]
-"""What travels around a ring: `kv` is pass-KV (keys and values), `q` is pass-Q (queries)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingGroup:
-    """Rings of a pass over the same ranks."""
+    """The rings of a pass over the same ranks."""
 
     ranks: tuple[int, ...]
     rings: tuple[Ring, ...]

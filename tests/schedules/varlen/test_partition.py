@@ -88,9 +88,8 @@ def test_every_process_computes_the_same_plan() -> None:
         digests.add(done.stdout)
     assert len(digests) == 1
     lengths = sample("wlb", 400_000, 3)
-    assert partition(lengths, Topology(4, 4), capacity=26_000) == partition(
-        tuple(lengths), Topology(4, 4), capacity=26_000
-    )
+    of_list, of_tuple = (partition(batch, Topology(4, 4), capacity=26_000) for batch in (lengths, tuple(lengths)))
+    assert vars(of_list) == vars(of_tuple)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -284,14 +283,15 @@ def test_wrong_cost(field: str) -> None:
 
 def test_plans_can_be_pickled() -> None:
     plan = partition([900, 20, 3], Topology(1, 2), capacity=500)
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert vars(pickle.loads(pickle.dumps(plan))) == vars(plan)
 
 
 def test_a_cheap_document_longer_than_a_bin_is_cut_evenly() -> None:
     """An expensive document is cut at every threshold. The cheap one is cut only because of its length."""
-    expensive, cheap = bin_packing.Item(150, 10_000, 0), bin_packing.Item(150, 150, 1)
     cost = CostModel(pair_fs=1, token_fs=0, floor_fs=0)
+    shares = [(150, 10_000), (150, 150), (50, 50), (50, 50)]
+    items = [bin_packing.Item(*share, document, cost.share_fs(*share)) for document, share in enumerate(shares)]
     bins = bin_packing.Level(bins=4, capacity=120, cost=cost, message_fs=lambda item, here: 10**9, attempts=1)
-    placed = bin_packing.place(bins, [expensive, cheap, bin_packing.Item(50, 50, 2), bin_packing.Item(50, 50, 3)])
+    placed = bin_packing.place(bins, items)
     assert placed is not None
     assert [item.tokens for each in placed.items for item in each if item.document == 1] == [75, 75]
