@@ -18,7 +18,6 @@ _DEPENDENCIES = sys.stdlib_module_names | {
 }
 """Packages that never import Megatron or TransformerEngine; they have nine tenths of all attributes."""
 
-
 _UNDO = "undo that first, or enable this plugin before"
 
 
@@ -121,22 +120,24 @@ class Finding:
     Attributes:
         stale: attributes outside the target's package that hold the original by value. They are not replaced, and calls
             through them run the stock path.
-        site: the target's attribute.
-        original: its raw value.
-        own: whether the holder has the attribute itself, and not by inheritance.
+        places: the target's attribute, then those that are replaced with it.
+        original: the raw value of the target.
+        own: whether the holder of the target has the attribute itself, and not by inheritance.
         made_by: the factory, or the substitute.
-        rebind: attributes that are replaced with the target.
     """
 
     manifest: Manifest
     verdict: Verdict
     reason: str
     stale: tuple[str, ...] = ()
-    site: Binding | None = field(default=None, repr=False)
+    places: tuple[Binding, ...] = field(default=(), repr=False)
     original: Any = field(default=None, repr=False)
     own: bool = True
     made_by: Any = field(default=None, repr=False)
-    rebind: tuple[Binding, ...] = ()
+
+    def held_by(self, place: Binding) -> Any:
+        """What the holder of one of `places` has there itself while the patch is not applied; None: nothing."""
+        return None if place is self.places[0] and not self.own else self.original
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,8 @@ def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
         judgement = judge(manifest, _definition_of(site, original, tree), tree)
         if judgement.verdict is Verdict.REFUSED:
             raise _RefusedError(judgement.reason)
-    found = Finding(manifest, judgement.verdict, judgement.reason, site=site, original=original, own=own)
-    return replace(found, made_by=_import_replacement(manifest))
+    made_by = _import_replacement(manifest)
+    return Finding(manifest, *judgement, places=(site,), original=original, own=own, made_by=made_by)
 
 
 def _find_imported(target: Target, name: str) -> Binding | None:
@@ -262,11 +263,10 @@ def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
 
 def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
     """Splits the attributes that hold the original by value into listed and foreign ones; refuses unlisted ones."""
-    manifest, site, original = finding.manifest, finding.site, finding.original
-    assert site is not None
+    (site,), original = finding.places, finding.original
     function = plain_function(original)
     listed: list[Binding] = []
-    for name in manifest.also_bound:
+    for name in finding.manifest.also_bound:
         binding = find_loaded(Target.parse(name))
         if binding is None or (held := binding.read()) is None:
             continue
@@ -283,7 +283,7 @@ def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
             reason = "holds it by value and is not in also_bound: no reviewed release has this layout"
             raise _RefusedError(f"{binding} {reason}")
         stale.append(str(binding))
-    return replace(finding, stale=tuple(stale), rebind=tuple(listed))
+    return replace(finding, stale=tuple(stale), places=(site, *listed))
 
 
 def _import_replacement(manifest: Manifest) -> Any:
