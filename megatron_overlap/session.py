@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from megatron_overlap.config import ConfigError, OverlapConfig
+from megatron_overlap.config.merge import leaves
 from megatron_overlap.counters import Counters
 from megatron_overlap.patching import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.engine import Engine
@@ -29,7 +30,7 @@ OFF_SWITCH = "MEGATRON_OVERLAP"
 
 
 class Adapter:
-    """State that one feature keeps for a session; made and registered by `Session.adapter`."""
+    """State that one feature keeps for a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -67,8 +68,7 @@ class Session:
         self.folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
-        self._plan = Plan(())
-        """The findings of all patches that were applied or refused."""
+        self._plan = Plan(())  # of all patches that were applied or refused
         self.reason = "not enabled yet"
         self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
@@ -149,7 +149,7 @@ class Session:
     def consistency_facts(self) -> dict[str, str]:
         """Facts that must be equal on all ranks: config, versions, patches, and `facts`."""
         report = self.report()
-        facts = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
+        facts = {key: str(value) for key, value in leaves(self.config.model_dump(mode="json"), "overlap")}
         facts |= {f"version of {name}": str(version) for name, version in report.versions.items()}
         facts |= {
             f"patch {line.target}": f"{line.verdict}{'' if line.applied else ', not applied'}"
@@ -351,14 +351,6 @@ def _method(config: OverlapConfig, feature: str) -> str:
         needs_autotuner = feature == "split" and value == "auto"
         return "none" if method == "none" or (needs_autotuner and method != "auto") else value
     return str(getattr(config, feature).method)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _patch_line(finding: Finding) -> PatchLine:

@@ -45,14 +45,7 @@ _ENUMS = {
     "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
     "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
 }
-_COMMUNICATORS = [
-    "CommOverlapHelper",
-    "CommOverlapCore",
-    "CommOverlapBase",
-    "CommOverlapP2PBase",
-    "CommOverlap",
-    "CommOverlapP2P",
-]
+_COMMUNICATORS = [f"CommOverlap{suffix}" for suffix in ("Helper", "Core", "Base", "P2PBase", "", "P2P")]
 
 
 class NativeModule(ModuleType):

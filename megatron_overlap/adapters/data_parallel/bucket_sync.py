@@ -11,7 +11,6 @@ So a bucket waits for those before it, which hold the parameters of later layers
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
-from megatron_overlap.adapters.wrapping import Method
+from megatron_overlap.adapters.wrapping import Method, with_globals
 from megatron_overlap.counters import Site
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -57,10 +56,7 @@ class DataParallelAdapter(Adapter):
     ) -> list[Callable[[], None]]:
         """Starts the reduction of a bucket of gradients; returns functions that wait for it and check it, in order.
 
-        Args:
-            op: sum or mean.
-            whole: reduce all elements; otherwise the shard of this rank.
-            wide: sum bf16 and fp16 gradients in fp32.
+        `whole`: reduce all elements; otherwise the shard of this rank. `wide`: sum bf16 and fp16 gradients in fp32.
         """
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         wide = wide or self.session.config.data.accumulate == "fp32"
@@ -96,9 +92,7 @@ class DataParallelAdapter(Adapter):
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
         """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
 
-        Args:
-            flag: a Megatron flag that is off; None if all required flags are on.
-            reason: another reason for the stock path.
+        The cause is a Megatron flag that is off, or another reason.
 
         Raises:
             MissingFlagError: a flag is off, and the configured method is `p2p`.
@@ -151,16 +145,13 @@ def start_grad_sync(original: Method, session: Session) -> Method:
 
         names: dict[str, Any] = {"dist_reduce_scatter_func": reduce_scatter, "_coalescing_manager": posted.manage}
         names["torch"] = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
-        return _with_globals(original, names)(self, force_all_reduce)
+        return with_globals(original, names)(self, force_all_reduce)
 
     return start
 
 
 def start_param_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.start_param_sync`.
-
-    Equals the original: an all-gather of the buckets' parameters over the data-parallel ranks.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.start_param_sync`: an all-gather of the buckets' parameters."""
     adapter = session.adapter(DataParallelAdapter)
 
     def start(self: Any, force_sync: bool = False) -> None:
@@ -182,7 +173,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
             return posted.add(adapter.gather(output, group))
 
         names = {"dist_all_gather_func": all_gather, "_coalescing_manager": posted.manage}
-        return _with_globals(original, names)(self, force_sync)
+        return with_globals(original, names)(self, force_sync)
 
     return start
 
@@ -221,7 +212,7 @@ class _Posted:
         return self
 
     def wait(self) -> None:
-        """Waits for all of them; a second call does nothing."""
+        """Waits for all of them, once."""
         while self._waits:
             self._waits.pop(0)()
 
@@ -235,13 +226,6 @@ class _ModuleOverlay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _with_globals(function: Any, names: dict[str, Any]) -> Method:
-    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
-    replaced = {**function.__globals__, **names}
-    code, defaults = function.__code__, function.__defaults__
-    return types.FunctionType(code, replaced, function.__name__, defaults, function.__closure__)
 
 
 def _site(op: str, bucket: torch.Tensor) -> Site:
@@ -259,7 +243,7 @@ def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> s
 
 
 class BucketOrders(Adapter):
-    """The order of each bucket group that was made in a session."""
+    """The `BucketOrder` of each bucket group that was made in a session."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -287,7 +271,7 @@ class BucketOrder:
 
 
 def partition_buckets(original: Method, session: Session) -> Method:
-    """Replacement of `partition_buckets`. Equals the original; its result is one order."""
+    """Replacement of `partition_buckets`: its result is one `BucketOrder`."""
     orders = session.adapter(BucketOrders)
 
     def partition(*args: Any, **kwargs: Any) -> Any:
@@ -299,10 +283,7 @@ def partition_buckets(original: Method, session: Session) -> Method:
 
 
 def register_grad_ready(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.register_grad_ready`.
-
-    Equals the original, but the reduction that it starts may start later: see `BucketOrder`.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.register_grad_ready`: `BucketOrder` starts the reduction."""
     orders = session.adapter(BucketOrders)
 
     def register(self: Any, *args: Any, **kwargs: Any) -> None:

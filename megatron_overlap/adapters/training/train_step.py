@@ -1,9 +1,4 @@
-"""Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log.
-
-`StepRecorder` writes one JSON line for each step and each evaluation, with full precision: Megatron's log rounds
-losses and prints grad-norms with three decimals. `StepTracer` records the events of each step and adds the exposed
-communication to Megatron's logs.
-"""
+"""Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log."""
 
 import json
 import platform
@@ -40,7 +35,10 @@ def collective_wait(original: Method, session: Session) -> Method:
 
 
 class StepTracer(Adapter):
-    """Writes `events-rank{r}.bin` of global rank r into `run_dir`, one block per step. `device`: "cpu" or "cuda"."""
+    """Records the events of each step, and adds the exposed communication to Megatron's logs.
+
+    Writes `events-rank{r}.bin` of global rank r into `run_dir`, one block per step. `device`: "cpu" or "cuda".
+    """
 
     def __init__(self, session: Session, run_dir: Path, rank: int, device: str) -> None:
         super().__init__(session)
@@ -99,7 +97,7 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
 class StepRecorder(Adapter):
-    """Records the training steps of this rank into `run_dir`.
+    """Records the training steps of this rank into `run_dir`, with full precision, which Megatron's log lacks.
 
     Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
     `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with a tracer
@@ -147,7 +145,8 @@ class StepRecorder(Adapter):
         row: dict[str, Any] = {
             "iteration": self._iteration,
             "step_time_ms": (stop_ns - self._start_ns) / 1e6,
-            "loss": _loss(result[_LOSSES]),
+            # Ranks of other pipeline stages than the last one have no loss.
+            "loss": _number(result[_LOSSES].get("lm loss", next(iter(result[_LOSSES].values()), None))),
             "grad_norm": _number(result[_GRAD_NORM]),
             "skipped": bool(result[_SKIPPED]),
             "peak_memory_bytes": torch.cuda.max_memory_allocated(),
@@ -198,11 +197,6 @@ def describe_run(device: str) -> dict[str, Any]:
         "data_parallel": args.data_parallel_size,
         "threads": torch.get_num_threads(),
     }
-
-
-def _loss(losses: dict[str, Any]) -> float | None:
-    """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
-    return _number(losses.get("lm loss", next(iter(losses.values()), None)))
 
 
 def _number(value: Any) -> float | None:
