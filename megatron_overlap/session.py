@@ -122,12 +122,9 @@ class Session:
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
         """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
 
-        Args:
-            features: names of features in `patches/`.
-            required: raise where a patch is refused; default: only with a strict config.
-
         Raises:
-            PatchRefusedError: a patch is refused and all are required; nothing is changed then.
+            PatchRefusedError: a patch is refused, and the patches are required or the config is strict; nothing is
+                changed then.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
         return self._apply(self._engine.plan(set(features) - known), required=required)
@@ -318,11 +315,7 @@ def current() -> Session | None:
 
 
 def report() -> Report:
-    """The report of this process's session.
-
-    Raises:
-        PatchError: the plugin was never enabled, or `disable()` was called.
-    """
+    """The report of this process's session. PatchError: `enable` was not called, or `disable` was."""
     if _current is None:
         raise PatchError("megatron_overlap is not enabled; call enable(config) first")
     return _current.report()

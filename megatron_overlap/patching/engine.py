@@ -25,10 +25,9 @@ class Engine:
         return [finding.manifest.target for finding, _ in self._applied]
 
     def plan(self, features: Collection[str] | None = None) -> Plan:
-        """Examines every target, imports its module, and changes nothing.
+        """Examines the targets of `features`, or all, imports their modules, and changes nothing.
 
-        A refused patch refuses the other patches of its feature: a feature was never tested in part. `features` limits
-        the plan to the patches of these features.
+        A refused patch refuses the other patches of its feature: a feature was never tested in part.
         """
         found = Plan(plan_patches(each for each in self.manifests if features is None or each.feature in features))
         refused = {finding.manifest.feature: finding.manifest.target for finding in found.refused}
@@ -42,12 +41,9 @@ class Engine:
         )
 
     def apply(self, plan: Plan, session: Any) -> None:
-        """Replaces every applicable target of `plan`. After a failure the state is as before the call.
+        """Replaces every applicable target of `plan`; the factories get `session`.
 
-        The factories get `session`.
-
-        Raises:
-            PatchError: a target is replaced already, or changed since it was planned.
+        PatchError: a target is replaced already, or changed since it was planned. After a failure nothing is changed.
         """
         twice = [finding.manifest.target for finding in plan.applicable if finding.manifest.target in self.applied]
         if twice:
@@ -64,10 +60,7 @@ class Engine:
     def revert(self) -> list[str]:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Attributes to which other code has assigned a replacement get the original as well.
-
-        Returns:
-            The attributes outside the plan that held a replacement.
+        Attributes to which other code has assigned a replacement get the original as well; they are returned.
 
         Raises:
             RevertRefusedError: another package replaced one of our replacements; nothing is changed then.

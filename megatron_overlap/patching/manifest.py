@@ -34,14 +34,12 @@ Reason = Annotated[str, Field(min_length=20)]
 
 
 class ReviewedRelease(Section):
-    """The source of the target in one release that a person reviewed.
-
-    `relies_on` has the digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks.
-    """
+    """The source of the target in one release that a person reviewed."""
 
     signature: str
     digest: Digest
     relies_on: dict[TargetName, Digest | None] = {}
+    """Digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks."""
 
 
 class Manifest(Section):
@@ -132,11 +130,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
 
 
 def load_permits() -> list[Permit]:
-    """What a run without a GPU permits, one entry per file under `patches/cpu/`.
-
-    Raises:
-        ManifestError: a file is wrong or has no `permits`.
-    """
+    """One entry per file under `patches/cpu/`. ManifestError: a file is wrong or has no `permits`."""
     permits = []
     for file in sorted((resource_folder("patches") / "cpu").glob("*.yaml")):
         keys = _mapping(file).get("permits")
@@ -236,10 +230,7 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
 
 
 def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
-    """Judges a patch by a source tree, without importing the target.
-
-    Foreign patches and stale bindings exist only in a running process; `Engine.plan` finds those.
-    """
+    """Judges a patch by a source tree. `Engine.plan` also finds what exists only in a running process."""
     target = Target.parse(manifest.target)
     here = megatron_release(tree) or "this version"
     if f"{target.module}.".startswith(f"{_OPTIONAL_PACKAGE}.") and tree.read(_OPTIONAL_PACKAGE) is None:
