@@ -5,14 +5,13 @@ the blocks of each request. tests/adapters/cpu/test_paged_attention.py compares 
 """
 
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_overlap.adapters.wrapping import with_globals
+from megatron_overlap.adapters.wrapping import Method, with_globals
 
 MODULE = "flash_attn"
 
@@ -26,7 +25,7 @@ def install() -> None:
     sys.modules[MODULE] = module
 
 
-def appended_by_index(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def appended_by_index(original: Method, session: object) -> Method:
     """Factory of a patch: the method without the Triton kernel, as where Triton is not installed."""
     return with_globals(original, {"triton_append_key_value_cache": None})
 

@@ -19,6 +19,7 @@ from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.session import Session, current, enable
+from megatron_overlap.tracing import Trace
 
 if TYPE_CHECKING:
     # These import torch and Megatron, which must be adapted to the CPU first.
@@ -116,13 +117,12 @@ class ScriptRun:
             print(self._session.report().render(), flush=True)
 
     def _record(self, session: Session, run_dir: Path) -> None:
-        from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer
+        from megatron_overlap.adapters.training.train_step import StepRecorder
 
         session.folder = run_dir
         features = {*_OF_A_SCRIPT, "training"}
         if self._trace:
-            tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
-            session.trace = tracer.trace
+            session.trace = Trace()
             # On CUDA a wait orders streams and takes the host no time.
             features |= {"tracing", "tracing_cpu"} if self._device == "cpu" else {"tracing"}
         hosts = self._launch.hosts
