@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from megatron_overlap.config import ConfigError, OverlapConfig
 from megatron_overlap.config.merge import leaves
@@ -45,7 +45,7 @@ class Adapter:
         """A training step ended; `Session.step` still has its number."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """One use of the plugin, from `enable` to `disable`; a context manager that disables at its end.
 
     Attributes:
@@ -195,9 +195,6 @@ class Session:
         """
         return self._engine.suspended()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.disable()
 
@@ -221,13 +218,11 @@ class Session:
 
     def _warn(self) -> None:
         for finding in self._plan.findings:
-            texts = [] if finding.verdict in (Verdict.APPLIES, Verdict.ABSENT) else [_sentence(finding)]
+            if finding.verdict not in (Verdict.APPLIES, Verdict.ABSENT):
+                warnings.warn(_sentence(finding), PatchWarning, stacklevel=4)
             if finding.stale:
-                texts.append(
-                    f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
-                    " not overlapped; enable the plugin before they are imported"
-                )
-            for text in texts:
+                text = f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
+                text += " not overlapped; enable the plugin before they are imported"
                 warnings.warn(text, PatchWarning, stacklevel=4)
 
     def _explain(self) -> str:

@@ -324,11 +324,9 @@ KERNELS |= {
     "scaled_masked_softmax_forward": lambda x, mask, scale: _scaled_softmax(x, scale, mask.bool()),
     "scaled_upper_triang_masked_softmax_forward": _causal_softmax,
     "scaled_aligned_causal_masked_softmax_forward": _causal_softmax,
-    "scaled_softmax_backward": _scaled_softmax_backward,
-    "scaled_masked_softmax_backward": _scaled_softmax_backward,
-    "scaled_upper_triang_masked_softmax_backward": _scaled_softmax_backward,
-    "scaled_aligned_causal_masked_softmax_backward": _scaled_softmax_backward,
 }
+for _kind in ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked"):
+    KERNELS[f"scaled{_kind}_softmax_backward"] = _scaled_softmax_backward
 KERNELS["swiglu"], KERNELS["dswiglu"] = _activation(_swiglu)
 KERNELS["gelu"], KERNELS["dgelu"] = _activation(functools.partial(torch.nn.functional.gelu, approximate="tanh"))
 

@@ -134,18 +134,8 @@ def start_grad_sync(original: Method, session: Session) -> Method:
             reason = "Megatron reduces all gradients to save them (force_all_reduce)"
         if adapter.falls_back("reduce_scatter" if sharded else "all_reduce", self, flag, reason):
             return original(self, force_all_reduce)
-        posted = _Posted()
         wide = config.reduce_scatter_with_fp32_accumulation
-
-        def reduce_scatter(output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.reduce(input, group, op, whole=False, wide=wide))
-
-        def all_reduce(tensor: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.reduce(tensor, group, op, whole=True, wide=wide))
-
-        names: dict[str, Any] = {"dist_reduce_scatter_func": reduce_scatter, "_coalescing_manager": posted.manage}
-        names["torch"] = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
-        return with_globals(original, names)(self, force_all_reduce)
+        return _Collectives(adapter, wide=wide).run(original, self, force_all_reduce)
 
     return start
 
@@ -167,13 +157,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
             reason = _unsupported_group_reason(group, self.buckets[0].param_data)
         if adapter.falls_back("all_gather", self, flag, reason):
             return original(self, force_sync)
-        posted = _Posted()
-
-        def all_gather(output: Any, input: Any, *, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.gather(output, group))
-
-        names = {"dist_all_gather_func": all_gather, "_coalescing_manager": posted.manage}
-        return with_globals(original, names)(self, force_sync)
+        return _Collectives(adapter).run(original, self, force_sync)
 
     return start
 
@@ -193,23 +177,37 @@ def finish_param_sync(original: Method, session: Session) -> Method:
     return finish
 
 
-class _Posted:
-    """The collectives that one call started. Replaces torch's coalescing manager and the handle that it returns."""
+class _Collectives:
+    """The collectives of one call of Megatron, their coalescing manager, and the handle that it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: DataParallelAdapter, *, wide: bool = False) -> None:
+        self._adapter, self._wide = adapter, wide
         self._waits: list[Callable[[], None]] = []
 
+    def run(self, original: Method, *args: Any) -> Any:
+        """Calls a copy of `original` that runs these collectives."""
+        distributed = _ModuleOverlay(dist, all_reduce=self._all_reduce)
+        names = {"torch": _ModuleOverlay(torch, distributed=distributed), "_coalescing_manager": self._manager}
+        names |= {"dist_reduce_scatter_func": self._reduce_scatter, "dist_all_gather_func": self._all_gather}
+        return with_globals(original, names)(*args)
+
+    def _reduce_scatter(self, output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.reduce(input, group, op, whole=False, wide=self._wide)
+        return self
+
+    def _all_reduce(self, tensor: Any, *, op: Any, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.reduce(tensor, group, op, whole=True, wide=self._wide)
+        return self
+
+    def _all_gather(self, output: Any, input: Any, *, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.gather(output, group)
+        return self
+
     @contextmanager
-    def manage(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Self]:
-        """Replaces torch's `_coalescing_manager`."""
+    def _manager(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Self]:
         yield self
         if not async_ops:
             self.wait()
-
-    def add(self, waits: Sequence[Callable[[], None]]) -> Self:
-        """Adds a collective that was started: functions to call in order."""
-        self._waits += waits
-        return self
 
     def wait(self) -> None:
         """Waits for all of them, once."""

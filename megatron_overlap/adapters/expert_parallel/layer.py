@@ -22,11 +22,9 @@ from megatron_overlap.adapters.wrapping import Method, replaces
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
-from megatron_overlap.ops.call import Observer
 from megatron_overlap.session import Adapter, Session
 
 _OP = "expert_parallel"
-_ONE_RANK = "one expert-parallel rank: the layer does not communicate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class _Layer:
     name: str
     experts: LayerExperts | None
     reason: str | None
-    observer: Observer
 
 
 @dataclass(slots=True)
@@ -131,12 +128,11 @@ class ExpertAdapter(Adapter):
             name = f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"
             reason = experts = None
             if layer.token_dispatcher.ep_size == 1:
-                self.session.counters.exclude("MoELayer", _ONE_RANK)
+                self.session.counters.exclude("MoELayer", "one expert-parallel rank: the layer does not communicate")
             else:
                 reason = unsupported_layer_reason(layer)
                 experts = LayerExperts(layer.experts) if reason is None else None
-            observer = partial(self.session.counters.overlapped, "expert", name, _OP)
-            known = self._layers[layer] = _Layer(name, experts, reason, observer)
+            known = self._layers[layer] = _Layer(name, experts, reason)
         return known
 
     def routed_experts_compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -218,7 +214,7 @@ class ExpertAdapter(Adapter):
             experts,
             group=open_transport(self.session, dispatcher.ep_group),
             options=options,
-            observer=known.observer,
+            observer=partial(self.session.counters.overlapped, "expert", known.name, _OP),
             filler=None if shared is None else partial(self.compute_shared, layer),
         )
         known.experts.end()
