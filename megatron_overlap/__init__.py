@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     from megatron_overlap.version import __version__
 
 _MODULES = {
-    "ConfigError": "megatron_overlap.config",
-    "FallbackError": "megatron_overlap.counters",
-    "OverlapConfig": "megatron_overlap.config",
-    "PatchError": "megatron_overlap.patching",
-    "Report": "megatron_overlap.session_report",
-    "Session": "megatron_overlap.session",
-    "__version__": "megatron_overlap.version",
-    "disable": "megatron_overlap.session",
-    "enable": "megatron_overlap.session",
-    "report": "megatron_overlap.session",
+    **dict.fromkeys(("ConfigError", "OverlapConfig"), "config"),
+    **dict.fromkeys(("Session", "disable", "enable", "report"), "session"),
+    "FallbackError": "counters",
+    "PatchError": "patching",
+    "Report": "session_report",
+    "__version__": "version",
 }
 
 __all__ = [
@@ -52,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

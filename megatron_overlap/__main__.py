@@ -1,9 +1,6 @@
 """Runs an unmodified Megatron training script with the plugin on.
 
-    python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]
-
-The script gets the command line that it gets without the plugin, and the flags of the plugin, which Megatron's parser
-knows.
+python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run-dir DIR [--overlap-trace]]
 """
 
 import atexit

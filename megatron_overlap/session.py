@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from megatron_overlap.config import ConfigError, OverlapConfig
+from megatron_overlap.config.merge import leaves
 from megatron_overlap.counters import Counters
 from megatron_overlap.patching import PatchError, PatchRefusedError, PatchWarning
 from megatron_overlap.patching.engine import Engine
@@ -29,7 +30,7 @@ OFF_SWITCH = "MEGATRON_OVERLAP"
 
 
 class Adapter:
-    """State that one feature keeps for a session; made and registered by `Session.adapter`."""
+    """State that one feature keeps for a session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -44,7 +45,7 @@ class Adapter:
         """A training step ended; `Session.step` still has its number."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """One use of the plugin, from `enable` to `disable`; a context manager that disables at its end.
 
     Attributes:
@@ -67,8 +68,7 @@ class Session:
         self.folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
-        self._plan = Plan(())
-        """The findings of all patches that were applied or refused."""
+        self._plan = Plan(())  # of all patches that were applied or refused
         self.reason = "not enabled yet"
         self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
@@ -122,12 +122,9 @@ class Session:
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
         """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
 
-        Args:
-            features: names of features in `patches/`.
-            required: raise where a patch is refused; default: only with a strict config.
-
         Raises:
-            PatchRefusedError: a patch is refused and all are required; nothing is changed then.
+            PatchRefusedError: a patch is refused, and the patches are required or the config is strict; nothing is
+                changed then.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
         return self._apply(self._engine.plan(set(features) - known), required=required)
@@ -149,7 +146,7 @@ class Session:
     def consistency_facts(self) -> dict[str, str]:
         """Facts that must be equal on all ranks: config, versions, patches, and `facts`."""
         report = self.report()
-        facts = {f"overlap.{key}": value for key, value in _flat(self.config.model_dump(mode="json"))}
+        facts = {key: str(value) for key, value in leaves(self.config.model_dump(mode="json"), "overlap")}
         facts |= {f"version of {name}": str(version) for name, version in report.versions.items()}
         facts |= {
             f"patch {line.target}": f"{line.verdict}{'' if line.applied else ', not applied'}"
@@ -198,9 +195,6 @@ class Session:
         """
         return self._engine.suspended()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.disable()
 
@@ -224,13 +218,11 @@ class Session:
 
     def _warn(self) -> None:
         for finding in self._plan.findings:
-            texts = [] if finding.verdict in (Verdict.APPLIES, Verdict.ABSENT) else [_sentence(finding)]
+            if finding.verdict not in (Verdict.APPLIES, Verdict.ABSENT):
+                warnings.warn(_sentence(finding), PatchWarning, stacklevel=4)
             if finding.stale:
-                texts.append(
-                    f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
-                    " not overlapped; enable the plugin before they are imported"
-                )
-            for text in texts:
+                text = f"{finding.manifest.target}: {', '.join(finding.stale)} hold it by value: calls through them are"
+                text += " not overlapped; enable the plugin before they are imported"
                 warnings.warn(text, PatchWarning, stacklevel=4)
 
     def _explain(self) -> str:
@@ -318,11 +310,7 @@ def current() -> Session | None:
 
 
 def report() -> Report:
-    """The report of this process's session.
-
-    Raises:
-        PatchError: the plugin was never enabled, or `disable()` was called.
-    """
+    """The report of this process's session. PatchError: `enable` was not called, or `disable` was."""
     if _current is None:
         raise PatchError("megatron_overlap is not enabled; call enable(config) first")
     return _current.report()
@@ -351,14 +339,6 @@ def _method(config: OverlapConfig, feature: str) -> str:
         needs_autotuner = feature == "split" and value == "auto"
         return "none" if method == "none" or (needs_autotuner and method != "auto") else value
     return str(getattr(config, feature).method)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _patch_line(finding: Finding) -> PatchLine:

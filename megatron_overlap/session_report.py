@@ -12,6 +12,7 @@ from megatron_overlap.counters import AutotuneLine, SavedMemory, Site, Symmetric
 
 _MIB = 1024 * 1024
 _right = partial(Column, justify="right")
+_table = partial(Table, title_justify="left")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Report:
         return f"megatron_overlap is {state}: {self.reason}\n{features}{strict} ({versions})"
 
     def _patch_table(self) -> Table:
-        table = Table("feature", "replaced", "verdict", "reason", title="patches", title_justify="left")
+        table = _table("feature", "replaced", "verdict", "reason", title="patches")
         for line in sorted(self.patches, key=lambda line: line.feature):
             verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
             reason = line.reason
@@ -138,8 +139,8 @@ class Report:
         return table
 
     def _call_table(self) -> Table:
-        table = Table("module", "op", "direction", _right("overlapped"), _right("sent MiB"), "stock path, reason")
-        table.title, table.title_justify = "calls on this rank", "left"
+        table = _table("module", "op", "direction", _right("overlapped"), _right("sent MiB"), "stock path, reason")
+        table.title = "calls on this rank"
         for site, tally in self.sites.items():
             reasons = "; ".join(
                 [f"{tally.stock_selected} x selected by autotuning"] * (tally.stock_selected > 0)
@@ -163,8 +164,7 @@ class Report:
                 yield f"  {count} GEMMs ran portable kernels: {reason}"
 
     def _saved_table(self) -> Table:
-        table = Table("module", "op", _right("MiB a call"), title="inputs saved for weight gradients")
-        table.title_justify = "left"
+        table = _table("module", "op", _right("MiB a call"), title="inputs saved for weight gradients")
         for site, num_bytes in self.saved.calls:
             table.add_row(f"{site.kind} {site.name}".strip(), site.op, f"{num_bytes / _MIB:.2f}")
         table.add_row("all, peak", "", f"{self.saved.peak_bytes / _MIB:.2f}")
@@ -180,8 +180,7 @@ def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:
 def autotune_table(lines: Iterable[AutotuneLine]) -> Table:
     """What autotuning selected, for a rich console."""
     times = map(_right, ("ms", "stock ms", "gain"))
-    table = Table("module", "op", _right("rows"), "passes", "method", *times, "reason", title="autotuning")
-    table.title_justify = "left"
+    table = _table("module", "op", _right("rows"), "passes", "method", *times, "reason", title="autotuning")
     for line in lines:
         ms, stock_ms = ("-" if value is None else f"{value:.2f}" for value in (line.ms, line.stock_ms))
         gain = "-" if line.gain is None else f"{line.gain:+.0%}"

@@ -1,6 +1,7 @@
 """Helpers of the methods that replace Megatron's."""
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,14 @@ def untraced(method: Method) -> Method:
 def replaces(original: Method) -> Callable[[Method], Method]:
     """Decorates the replacement of `original`, which gets its name and is `untraced`."""
     return lambda method: untraced(functools.wraps(original)(method))
+
+
+def with_globals(function: Any, names: dict[str, Any]) -> Method:
+    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
+    replaced = {**function.__globals__, **names}
+    return types.FunctionType(
+        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:

@@ -235,11 +235,7 @@ class ClusterProfile(Section):
 
 
 def load_cluster_profile(name_or_path: str) -> ClusterProfile:
-    """Read a profile from configs/clusters (by its file stem) or from a YAML file.
-
-    Raises:
-        ConfigError: the profile does not exist, or a key or value in it is wrong.
-    """
+    """Read a profile from configs/clusters (by its file stem) or a YAML file. ConfigError: it is missing or wrong."""
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         path = profile_folder() / f"{name_or_path}.yaml"

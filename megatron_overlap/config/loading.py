@@ -1,7 +1,4 @@
-"""Read and validate configs from YAML files and overrides. Every error is a `ConfigError`.
-
-`megatron-overlap schema` prints the JSON Schema of launch configs, for editors.
-"""
+"""Read and validate configs from YAML files and overrides. Every error is a `ConfigError`."""
 
 import json
 from collections.abc import Iterator, Sequence

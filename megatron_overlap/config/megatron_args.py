@@ -134,11 +134,7 @@ def flags_in(args: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def number_after(flag: str, args: Sequence[str]) -> int | None:
-    """The whole number after a flag in `megatron_args`; None: the flag is missing.
-
-    Raises:
-        ValueError: no number of 1 or more follows the flag.
-    """
+    """The number after a flag in `megatron_args`; None: no such flag. ValueError: it is no whole number above 0."""
     for index, name in flags_in(args):
         if name == flag:
             _, equals, value = args[index].partition("=")

@@ -68,7 +68,7 @@ def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[
         layers += _parse_override(f"{file} (override)", text, sections)
     tree: Tree = {}
     for layer in layers:
-        for key, value in _leaves(layer.tree, ""):
+        for key, value in leaves(layer.tree):
             if isinstance(value, str) and ("${" in value or value == "???"):
                 raise ConfigError(layer.source, key, value, "configs take no interpolations; write the value")
         tree = _merged(tree, layer.tree)
@@ -82,13 +82,14 @@ def _merged(below: Any, above: Any) -> Any:
     return above
 
 
-def _leaves(node: object, key: str) -> Iterator[tuple[str, object]]:
+def leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """The values below `key` that are neither mappings nor lists, with their dotted keys."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _leaves(value, f"{key}.{index}")
+            yield from leaves(value, f"{key}.{index}")
     else:
         yield key, node
 

@@ -1,8 +1,4 @@
-"""The base class of all sections, the value types of their keys, and validation with one-line errors.
-
-Sections are frozen and strict, and refuse unknown keys. An error of pydantic becomes a `ConfigError` with the key and
-the file that sets it.
-"""
+"""The base class of all sections, the value types of their keys, and validation with one-line errors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -49,7 +45,7 @@ Folder = Annotated[str, AfterValidator(_is_folder)]
 
 
 class Section(BaseModel):
-    """Base class of all sections."""
+    """Base class of all sections: frozen and strict, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -71,7 +67,7 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
-    """Validate a merged config, or one section of it. ConfigError: a key or a value is wrong."""
+    """Validate a merged config, or one section of it. ConfigError: a key or a value is wrong; names the file."""
     tree: Any = composed.tree.get(section) if section else composed.tree
     try:
         return model.model_validate({} if section and tree is None else tree)
@@ -120,10 +116,7 @@ def _choices(option: Schema) -> list[str]:
 
 
 def _follow(root: Schema, loc: Sequence[str | int]) -> tuple[list[str], Schema]:
-    """The key path of an error location, and its JSON Schema.
-
-    pydantic adds union branches to the location; they are not part of the key path.
-    """
+    """The key path of an error location without the union branches that pydantic adds, and its JSON Schema."""
     path: list[str] = []
     schema = _target(root, root)
     for part in loc:

@@ -2,28 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 from megatron_overlap.patching import PatchError, RevertRefusedError
 from megatron_overlap.patching.manifest import NOT_APPLIED, Manifest, Verdict
-from megatron_overlap.patching.planning import (
-    Binding,
-    Finding,
-    Plan,
-    bindings_of,
-    describe,
-    plain_function,
-    plan_patches,
-)
-
-
-@dataclass(frozen=True)
-class _Applied:
-    finding: Finding
-    replacement: Any
-    changed: list[Binding]
+from megatron_overlap.patching.planning import Finding, Plan, bindings_of, describe, plain_function, plan_patches
 
 
 class Engine:
@@ -31,18 +16,18 @@ class Engine:
 
     def __init__(self, manifests: Iterable[Manifest]) -> None:
         self.manifests = tuple(manifests)
-        self._applied: list[_Applied] = []
+        self._applied: list[tuple[Finding, Any]] = []
+        """Applied patches with their replacements."""
 
     @property
     def applied(self) -> list[str]:
         """The targets that are replaced now."""
-        return [each.finding.manifest.target for each in self._applied]
+        return [finding.manifest.target for finding, _ in self._applied]
 
     def plan(self, features: Collection[str] | None = None) -> Plan:
-        """Examines every target, imports its module, and changes nothing.
+        """Examines the targets of `features`, or all, imports their modules, and changes nothing.
 
-        A refused patch refuses the other patches of its feature: a feature was never tested in part. `features` limits
-        the plan to the patches of these features.
+        A refused patch refuses the other patches of its feature: a feature was never tested in part.
         """
         found = Plan(plan_patches(each for each in self.manifests if features is None or each.feature in features))
         refused = {finding.manifest.feature: finding.manifest.target for finding in found.refused}
@@ -56,12 +41,9 @@ class Engine:
         )
 
     def apply(self, plan: Plan, session: Any) -> None:
-        """Replaces every applicable target of `plan`. After a failure the state is as before the call.
+        """Replaces every applicable target of `plan`; the factories get `session`.
 
-        The factories get `session`.
-
-        Raises:
-            PatchError: a target is replaced already, or changed since it was planned.
+        PatchError: a target is replaced already, or changed since it was planned. After a failure nothing is changed.
         """
         twice = [finding.manifest.target for finding in plan.applicable if finding.manifest.target in self.applied]
         if twice:
@@ -78,20 +60,17 @@ class Engine:
     def revert(self) -> list[str]:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Attributes to which other code has assigned a replacement get the original as well.
-
-        Returns:
-            The attributes outside the plan that held a replacement.
+        Attributes to which other code has assigned a replacement get the original as well; they are returned.
 
         Raises:
             RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
-        undone = [applied for applied in self._undo(0) if applied.finding.manifest.unchecked is None]
+        undone = [(finding, ours) for finding, ours in self._undo(0) if finding.manifest.unchecked is None]
         late = []
-        for applied, bindings in zip(undone, bindings_of(*(one.replacement for one in undone)), strict=True):
+        for (finding, _), bindings in zip(undone, bindings_of(*(ours for _, ours in undone)), strict=True):
             for binding in bindings:
-                setattr(binding.holder, binding.name, applied.finding.original)
+                setattr(binding.holder, binding.name, finding.original)
                 late.append(str(binding))
         return late
 
@@ -106,15 +85,15 @@ class Engine:
         try:
             yield
         finally:
-            for applied in reversed(undone):
-                self._replace(applied.finding, applied.replacement)
+            for finding, replacement in reversed(undone):
+                self._replace(finding, replacement)
 
     def _refuse_foreign(self) -> None:
         foreign = [
-            f"{site}: replaced after us by {describe(site.read())}; undo that first"
-            for applied in self._applied
-            for site in applied.changed
-            if site.read() is not applied.replacement
+            f"{place}: replaced after us by {describe(place.read())}; undo that first"
+            for finding, replacement in self._applied
+            for place in finding.places
+            if place.read() is not replacement
         ]
         if foreign:
             raise RevertRefusedError("; ".join(foreign))
@@ -140,28 +119,23 @@ class Engine:
         return replacement
 
     def _replace(self, finding: Finding, replacement: Any) -> None:
-        site = finding.site
-        assert site is not None
-        places = (site, *finding.rebind)
-        for place in places:
-            before = None if place is site and not finding.own else finding.original
-            if place.read() is not before:
+        for place in finding.places:
+            if place.read() is not finding.held_by(place):
                 raise PatchError(f"{place}: changed to {describe(place.read())} since it was planned; plan again")
-        applied = _Applied(finding, replacement, [])
-        self._applied.append(applied)
-        for place in places:
+        self._applied.append((finding, replacement))
+        for place in finding.places:
             setattr(place.holder, place.name, replacement)
-            applied.changed.append(place)
 
-    def _undo(self, keep: int) -> list[_Applied]:
+    def _undo(self, keep: int) -> list[tuple[Finding, Any]]:
         """Restores the originals of all but the first `keep` applied patches, last applied first."""
         undone = []
         while len(self._applied) > keep:
-            applied = self._applied.pop()
-            undone.append(applied)
-            for place in reversed(applied.changed):
-                if place is applied.finding.site and not applied.finding.own:
+            finding, replacement = self._applied.pop()
+            undone.append((finding, replacement))
+            # The last `_replace` may have failed before some places.
+            for place in reversed([each for each in finding.places if each.read() is replacement]):
+                if finding.held_by(place) is None:
                     delattr(place.holder, place.name)
                 else:
-                    setattr(place.holder, place.name, applied.finding.original)
+                    setattr(place.holder, place.name, finding.original)
         return undone

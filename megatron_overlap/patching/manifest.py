@@ -6,15 +6,15 @@
 import functools
 import hashlib
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from megatron_overlap.config.resources import resource_folder
+from megatron_overlap.config.section import Section
 from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.source import Definition, SourceTree, Target, definitions, megatron_release
 
@@ -33,20 +33,16 @@ Digest = Annotated[str, AfterValidator(_digest)]
 Reason = Annotated[str, Field(min_length=20)]
 
 
-class ReviewedRelease(BaseModel):
-    """The source of the target in one release that a person reviewed.
-
-    `relies_on` has the digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class ReviewedRelease(Section):
+    """The source of the target in one release that a person reviewed."""
 
     signature: str
     digest: Digest
     relies_on: dict[TargetName, Digest | None] = {}
+    """Digests of the symbols of `Manifest.relies_on`; null for a symbol that this release lacks."""
 
 
-class Manifest(BaseModel):
+class Manifest(Section):
     """One replaced attribute.
 
     Attributes:
@@ -62,8 +58,6 @@ class Manifest(BaseModel):
         releases: the reviewed releases. The target's source is compared with them.
         unchecked: why the source is not compared. The patch then replaces this attribute alone, whatever it holds.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     target: TargetName
     replacement: TargetName | None = None
@@ -92,7 +86,7 @@ class Manifest(BaseModel):
         return self
 
 
-class Permit(BaseModel):
+class Permit(Section):
     """What a run without a GPU permits because of the patches of one file under `patches/cpu/`.
 
     Attributes:
@@ -103,8 +97,6 @@ class Permit(BaseModel):
         without: regular expression of what a small run prints without this adaptation.
         remedy: for the user where a GPU refuses it; a rehearsal of a launch on GPUs then refuses it too.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str
     targets: list[TargetName]
@@ -138,11 +130,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
 
 
 def load_permits() -> list[Permit]:
-    """What a run without a GPU permits, one entry per file under `patches/cpu/`.
-
-    Raises:
-        ManifestError: a file is wrong or has no `permits`.
-    """
+    """One entry per file under `patches/cpu/`. ManifestError: a file is wrong or has no `permits`."""
     permits = []
     for file in sorted((resource_folder("patches") / "cpu").glob("*.yaml")):
         keys = _mapping(file).get("permits")
@@ -153,17 +141,13 @@ def load_permits() -> list[Permit]:
 
 
 @functools.cache
-def load_manifests() -> tuple[Manifest, ...]:
-    """This package's own manifests."""
-    return tuple(read_manifests(resource_folder("patches")))
-
-
-def read_manifests(folder: Path) -> list[Manifest]:
-    """Reads every `*.yaml` of a folder and its subfolders, sorted by path.
+def load_manifests(folder: Path | None = None) -> tuple[Manifest, ...]:
+    """Reads every `*.yaml` of a folder and its subfolders, sorted by path; None: this package's own manifests.
 
     Raises:
         ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
     """
+    folder = folder or resource_folder("patches")
     files = sorted(folder.rglob("*.yaml"))
     if not files:
         raise ManifestError(f"{folder}: no *.yaml here: reinstall megatron-overlap")
@@ -173,7 +157,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
             if manifest.target in manifests:
                 raise ManifestError(f"{file}: target: {manifest.target}: another file has it; merge the two")
             manifests[manifest.target] = manifest
-    return list(manifests.values())
+    return tuple(manifests.values())
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -208,8 +192,7 @@ class Verdict(StrEnum):
 NOT_APPLIED = (Verdict.REFUSED, Verdict.ABSENT)
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """A verdict and the sentence that explains it."""
 
     verdict: Verdict
@@ -237,20 +220,17 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
         return Judgement(Verdict.APPLIES, f"{here} was reviewed")
     if equal:
         return Judgement(Verdict.APPLIES, f"{here} has the same source as {equal[-1]}, which was reviewed")
-    nearest = min(reversed(changed), key=lambda name: len(changed[name]))
     if here in changed:
         difference = f"this is not the reviewed {here}: it differs in {', '.join(changed[here])}"
     else:
-        places = ", ".join(changed[nearest])
-        difference = f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release, in {places}"
+        nearest, places = min(reversed(changed.items()), key=lambda item: len(item[1]))
+        difference = f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release, in "
+        difference += ", ".join(places)
     return Judgement(Verdict.UNREVIEWED, f"{difference}; compare a few steps with the stock path before you rely on it")
 
 
 def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
-    """Judges a patch by a source tree, without importing the target.
-
-    Foreign patches and stale bindings exist only in a running process; `Engine.plan` finds those.
-    """
+    """Judges a patch by a source tree. `Engine.plan` also finds what exists only in a running process."""
     target = Target.parse(manifest.target)
     here = megatron_release(tree) or "this version"
     if f"{target.module}.".startswith(f"{_OPTIONAL_PACKAGE}.") and tree.read(_OPTIONAL_PACKAGE) is None:
@@ -263,7 +243,7 @@ def judge_source(manifest: Manifest, tree: SourceTree) -> Judgement:
     if not found:
         return Judgement(Verdict.REFUSED, f"{here} has no {target.qualname} in {target.module}")
     # Where the source defines the target in several branches of an `if`, the worst judgement counts.
-    order = [Verdict.APPLIES, Verdict.UNREVIEWED, Verdict.REFUSED]
+    order = list(Verdict)
     return max((judge(manifest, each, tree) for each in found), key=lambda each: order.index(each.verdict))
 
 

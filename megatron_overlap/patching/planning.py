@@ -18,7 +18,6 @@ _DEPENDENCIES = sys.stdlib_module_names | {
 }
 """Packages that never import Megatron or TransformerEngine; they have nine tenths of all attributes."""
 
-
 _UNDO = "undo that first, or enable this plugin before"
 
 
@@ -38,10 +37,13 @@ class Binding:
         """Name of the module that has the attribute."""
         return str(self.holder.__name__ if isinstance(self.holder, ModuleType) else self.holder.__module__)
 
+    @property
+    def qualname(self) -> str:
+        """Name of the attribute in the module."""
+        return self.name if isinstance(self.holder, ModuleType) else f"{self.holder.__qualname__}.{self.name}"
+
     def __str__(self) -> str:
-        if isinstance(self.holder, ModuleType):
-            return f"{self.module}:{self.name}"
-        return f"{self.module}:{self.holder.__qualname__}.{self.name}"
+        return f"{self.module}:{self.qualname}"
 
     def read(self) -> Any:
         """The raw value in the holder's own namespace, without descriptors; None where it is inherited or missing."""
@@ -121,22 +123,24 @@ class Finding:
     Attributes:
         stale: attributes outside the target's package that hold the original by value. They are not replaced, and calls
             through them run the stock path.
-        site: the target's attribute.
-        original: its raw value.
-        own: whether the holder has the attribute itself, and not by inheritance.
+        places: the target's attribute, then those that are replaced with it.
+        original: the raw value of the target.
+        own: whether the holder of the target has the attribute itself, and not by inheritance.
         made_by: the factory, or the substitute.
-        rebind: attributes that are replaced with the target.
     """
 
     manifest: Manifest
     verdict: Verdict
     reason: str
     stale: tuple[str, ...] = ()
-    site: Binding | None = field(default=None, repr=False)
+    places: tuple[Binding, ...] = field(default=(), repr=False)
     original: Any = field(default=None, repr=False)
     own: bool = True
     made_by: Any = field(default=None, repr=False)
-    rebind: tuple[Binding, ...] = ()
+
+    def held_by(self, place: Binding) -> Any:
+        """What the holder of one of `places` has there itself while the patch is not applied; None: nothing."""
+        return None if place is self.places[0] and not self.own else self.original
 
 
 @dataclass(frozen=True)
@@ -192,18 +196,19 @@ def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
             return Finding(manifest, Verdict.ABSENT, f"{target.module} runs without {manifest.requires.split('.')[0]}")
     if manifest.missing_from and (release := megatron_release(tree)) in manifest.missing_from:
         return Finding(manifest, Verdict.ABSENT, f"{release} has no {target.qualname}")
-    site, original, own = _resolve(target)
+    site, place = _resolve(target)
+    original = place.read()
     judgement = NOT_COMPARED
     if manifest.unchecked is None:
         for name in manifest.relies_on:
             # The imported source is judged; a module that cannot be imported is then reported as missing.
             with contextlib.suppress(ImportError):
                 importlib.import_module(Target.parse(name).module)
-        judgement = judge(manifest, _definition_of(site, original, tree), tree)
+        judgement = judge(manifest, _definition_of(place, original, tree), tree)
         if judgement.verdict is Verdict.REFUSED:
             raise _RefusedError(judgement.reason)
-    found = Finding(manifest, judgement.verdict, judgement.reason, site=site, original=original, own=own)
-    return replace(found, made_by=_import_replacement(manifest))
+    own, made_by = place.holder is site.holder, _import_replacement(manifest)
+    return Finding(manifest, *judgement, places=(site,), original=original, own=own, made_by=made_by)
 
 
 def _find_imported(target: Target, name: str) -> Binding | None:
@@ -214,7 +219,8 @@ def _find_imported(target: Target, name: str) -> Binding | None:
     return find_loaded(target)
 
 
-def _resolve(target: Target) -> tuple[Binding, Any, bool]:
+def _resolve(target: Target) -> tuple[Binding, Binding]:
+    """The attribute of the target, and the one that holds its value: that of a base class where it is inherited."""
     site = _find_imported(target, target.module)
     if site is None:
         raise _RefusedError(f"{target.module} has no {target.qualname}")
@@ -224,9 +230,9 @@ def _resolve(target: Target) -> tuple[Binding, Any, bool]:
             now = f"{site.module}.{site.holder.__qualname__}: another package replaced the class"
             raise _RefusedError(f"{':'.join(expected)} is now {now}; {_UNDO}")
     for owner in (site.holder,) if isinstance(site.holder, ModuleType) else site.holder.__mro__:
-        original = Binding(owner, site.name).read()
-        if original is not None:
-            return site, original, owner is site.holder
+        place = Binding(owner, site.name)
+        if place.read() is not None:
+            return site, place
     raise _RefusedError(f"{target.module} has no {target.qualname}")
 
 
@@ -235,14 +241,9 @@ def plain_function(raw: Any) -> Any:
     return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
 
 
-def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
-    """The statement in the owner's source that made `raw`; refuses an object that another package put there."""
-    owner = site.holder
-    if not isinstance(owner, ModuleType):
-        owner = next(base for base in owner.__mro__ if Binding(base, site.name).read() is raw)
-    place = Binding(owner, site.name)
-    qualname = site.name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{site.name}"
-    found = definitions(tree, Target(place.module, qualname))
+def _definition_of(place: Binding, raw: Any, tree: ImportedTree) -> Definition:
+    """The statement in the source that made `raw`; refuses an object that another package put there."""
+    found = definitions(tree, Target(place.module, place.qualname))
     if not found:
         reason = f"{place} is {describe(raw)}: another package replaced it, or it was moved; undo that first"
         if tree.read(place.module) is None:
@@ -262,11 +263,10 @@ def _definition_of(site: Binding, raw: Any, tree: ImportedTree) -> Definition:
 
 def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
     """Splits the attributes that hold the original by value into listed and foreign ones; refuses unlisted ones."""
-    manifest, site, original = finding.manifest, finding.site, finding.original
-    assert site is not None
+    (site,), original = finding.places, finding.original
     function = plain_function(original)
     listed: list[Binding] = []
-    for name in manifest.also_bound:
+    for name in finding.manifest.also_bound:
         binding = find_loaded(Target.parse(name))
         if binding is None or (held := binding.read()) is None:
             continue
@@ -283,7 +283,7 @@ def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
             reason = "holds it by value and is not in also_bound: no reviewed release has this layout"
             raise _RefusedError(f"{binding} {reason}")
         stale.append(str(binding))
-    return replace(finding, stale=tuple(stale), rebind=tuple(listed))
+    return replace(finding, stale=tuple(stale), places=(site, *listed))
 
 
 def _import_replacement(manifest: Manifest) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_overlap.patching.manifest import read_manifests
+from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_patches_and_schema_run_from_the_wheel(installed: Path) -> None:
     assert "model" in json.loads(schema.stdout)["properties"], schema.stderr
     patches = command(installed, "patches", "--reasons")
     assert patches.returncode == 0, patches.stderr
-    targets = [manifest.target.rpartition(":")[2] for manifest in read_manifests(ROOT / "patches")]
+    targets = [manifest.target.rpartition(":")[2] for manifest in load_manifests(ROOT / "patches")]
     assert all(name in patches.stdout for name in targets)
 
 

@@ -15,7 +15,6 @@ from megatron_overlap.patching.manifest import (
     judge_source,
     load_manifest_file,
     load_manifests,
-    read_manifests,
 )
 from megatron_overlap.patching.source import DirectoryTree, installed_tree
 from tests.helpers.releases import NEWEST, OLDEST, megatron_folder
@@ -87,11 +86,11 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
 
 def test_folder_without_manifests_and_two_of_one_target(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="reinstall"):
-        read_manifests(tmp_path)
+        load_manifests(tmp_path)
     for name in ("one", "two"):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(GOOD))
     with pytest.raises(ManifestError, match=r"two\.yaml: target: a\.b:C\.d: another file has it"):
-        read_manifests(tmp_path)
+        load_manifests(tmp_path)
 
 
 def test_own_manifests_have_the_supported_releases_or_a_reason() -> None:

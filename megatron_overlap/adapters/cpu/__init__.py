@@ -41,7 +41,11 @@ def adapt(left_out: Collection[Permit] = ()) -> Engine:
         # Planning imports Megatron. Its modules store `torch.compile`, the tensor types and `_lazy_call` by value,
         # so torch is patched before.
         _apply(engine, "cpu_megatron")
-        if _has_training_loop():
+        # The wheel of 0.16 lacks `megatron.training`. A `megatron.training` in another folder of the namespace package
+        # `megatron` belongs to another release.
+        specs = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
+        folders = [Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None]
+        if len(folders) == 2 and folders[0] == folders[1]:
             _apply(engine, "cpu_training")
     except BaseException:
         engine.revert()
@@ -59,16 +63,6 @@ def _apply(engine: Engine, feature: str) -> None:
     if plan.refused:
         raise PatchRefusedError("; ".join(f"{each.manifest.target}: {each.reason}" for each in plan.refused))
     engine.apply(plan, None)
-
-
-def _has_training_loop() -> bool:
-    """Whether the release of megatron-core has `megatron.training`, which the wheel of 0.16 lacks.
-
-    `megatron` is a namespace package: a `megatron.training` in another folder belongs to another release.
-    """
-    specs = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
-    folders = [Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None]
-    return len(folders) == 2 and folders[0] == folders[1]
 
 
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:

@@ -30,9 +30,13 @@ def called_by_megatron(depth: int = 2) -> bool:
     return name in ("megatron", "__main__") or name.startswith("megatron.")
 
 
+def _calls[T](function: Callable[[], T]) -> Callable[..., T]:
+    """A function that returns `function()`, whatever its arguments."""
+    return lambda *_, **__: function()
+
+
 def _returns[T](value: T) -> Callable[..., T]:
-    """A function that returns `value`, whatever its arguments."""
-    return lambda *_, **__: value
+    return _calls(lambda: value)
 
 
 do_nothing = _returns(None)
@@ -107,21 +111,14 @@ device_capability = _returns((10, 0))
 """The newest architecture that Megatron knows. From this one on it does not require CUDA_DEVICE_MAX_CONNECTIONS=1,
 which orders kernels on a GPU."""
 device_name = _returns("cpu")
-
-
-def resident_bytes(*_: Any, **__: Any) -> int:
-    """Resident set size of this process, in bytes."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def peak_resident_bytes(*_: Any, **__: Any) -> int:
-    """Largest resident set size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def memory_stats(*_: Any, **__: Any) -> dict[str, int]:
-    """0 for every statistic."""
-    return defaultdict(int)
+resident_bytes = _calls(lambda: int(psutil.Process().memory_info().rss))
+"""Resident set size of this process, in bytes."""
+peak_resident_bytes = _calls(lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""Largest resident set size of this process so far, in bytes."""
+memory_stats = _calls(lambda: defaultdict[str, int](int))
+"""0 for every statistic."""
+get_rng_state = _calls(lambda: torch.default_generator.get_state())
+"""The state of the CPU generator."""
 
 
 def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
@@ -133,11 +130,6 @@ def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
         total_memory=psutil.virtual_memory().total,
         multi_processor_count=torch.get_num_threads(),
     )
-
-
-def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    """The state of the CPU generator."""
-    return torch.default_generator.get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:

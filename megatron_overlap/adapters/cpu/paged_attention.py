@@ -5,12 +5,13 @@ the blocks of each request. tests/adapters/cpu/test_paged_attention.py compares 
 """
 
 import sys
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from megatron_overlap.adapters.wrapping import Method, with_globals
 
 MODULE = "flash_attn"
 
@@ -24,11 +25,9 @@ def install() -> None:
     sys.modules[MODULE] = module
 
 
-def appended_by_index(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def appended_by_index(original: Method, session: object) -> Method:
     """Factory of a patch: the method without the Triton kernel, as where Triton is not installed."""
-    assert isinstance(original, FunctionType)
-    names = {**original.__globals__, "triton_append_key_value_cache": None}
-    return FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    return with_globals(original, {"triton_append_key_value_cache": None})
 
 
 def flash_attn_varlen_func(

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 
 from megatron_overlap.adapters.cpu.cuda_stubs import CPU, called_by_megatron, called_by_te
+from megatron_overlap.adapters.wrapping import Method
 
 
 def _means_cuda(device: Any) -> bool:
@@ -21,7 +22,7 @@ def _means_cuda(device: Any) -> bool:
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
-def on_cpu(factory: Callable[..., Any], session: object) -> Callable[..., Any]:
+def on_cpu(factory: Method, session: object) -> Method:
     """Makes tensors on the CPU where CUDA is asked for, without page-locked memory."""
 
     @functools.wraps(factory)
@@ -36,7 +37,7 @@ def on_cpu(factory: Callable[..., Any], session: object) -> Callable[..., Any]:
     return create
 
 
-def tensor_to(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def tensor_to(original: Method, session: object) -> Method:
     """`Tensor.to`: returns a tensor on the CPU where the caller requests CUDA."""
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,7 @@ def tensor_to(original: Callable[..., Any], session: object) -> Callable[..., An
     return to
 
 
-def tensor_type(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def tensor_type(original: Method, session: object) -> Method:
     """Reports torch.cuda types to Megatron and accepts them; other code gets the true type."""
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +64,7 @@ def tensor_type(original: Callable[..., Any], session: object) -> Callable[..., 
     return type_
 
 
-def identity(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+def identity(original: Method, session: object) -> Method:
     """A method that returns its tensor or module."""
     return lambda self, *args, **kwargs: self
 
@@ -83,10 +84,10 @@ def one_for_megatron(original: Callable[[], int], session: object) -> Callable[[
     return lambda: 1 if called_by_megatron() else original()
 
 
-def _in_place_of(replacement: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place_of(replacement: Method) -> Method:
     """The factory of a patch that calls `replacement(original, ...)`: one more call than a factory of its own."""
 
-    def factory(original: Callable[..., Any], session: object) -> Callable[..., Any]:
+    def factory(original: Method, session: object) -> Method:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
@@ -97,13 +98,13 @@ def _in_place_of(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_place_of
-def call_now(original: Callable[..., Any], callback: Callable[[], Any], **kwargs: Any) -> Any:
+def call_now(original: Method, callback: Callable[[], Any], **kwargs: Any) -> Any:
     """Calls back at once."""
     return callback()
 
 
 @_in_place_of
-def gloo_only(original: Callable[..., Any], backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+def gloo_only(original: Method, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
     """Makes the process group with gloo, unless it is a fake one."""
     kwargs.pop("device_id", None)
     kwargs.pop("pg_options", None)
@@ -112,7 +113,7 @@ def gloo_only(original: Callable[..., Any], backend: str | None = None, *args: A
 
 @_in_place_of
 def gloo_group(
-    original: Callable[..., Any],
+    original: Method,
     ranks: Any = None,
     timeout: Any = None,
     backend: Any = None,
@@ -127,21 +128,21 @@ def gloo_group(
 
 
 @_in_place_of
-def keeps_generator(original: Callable[..., Any], self: Any) -> Any:
+def keeps_generator(original: Method, self: Any) -> Any:
     """Restores the random state after an iterator is made."""
     with torch.random.fork_rng(devices=()):
         return original(self)
 
 
 @_in_place_of
-def not_compiled(original: Callable[..., Any], model: Any = None, **kwargs: Any) -> Any:
+def not_compiled(original: Method, model: Any = None, **kwargs: Any) -> Any:
     """Returns the function as it is."""
     return (lambda function: function) if model is None else model
 
 
 @_in_place_of
 def splits_as_lists(
-    original: Callable[..., Any],
+    original: Method,
     output: Any,
     input: Any,
     output_split_sizes: Any = None,
@@ -149,15 +150,13 @@ def splits_as_lists(
     **kwargs: Any,
 ) -> Any:
     """Accepts split sizes as tensors."""
-    splits = (
-        sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-        for sizes in (output_split_sizes, input_split_sizes)
-    )
+    given = (output_split_sizes, input_split_sizes)
+    splits = (sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes for sizes in given)
     return original(output, input, *splits, **kwargs)
 
 
 @_in_place_of
-def without_script(original: Callable[..., Any], name: str) -> dict[str, Any]:
+def without_script(original: Method, name: str) -> dict[str, Any]:
     """Starts a process without running the training script there first."""
     data: dict[str, Any] = original(name)
     data.pop("init_main_from_path", None)
@@ -165,7 +164,7 @@ def without_script(original: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 @_in_place_of
-def norm_for_sequence_parallel(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+def norm_for_sequence_parallel(original: Method, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the norm without sequence parallelism and marks its parameters."""
     if not config.sequence_parallel:
         return original(cls, config, *args, **kwargs)
@@ -179,7 +178,7 @@ def norm_for_sequence_parallel(original: Callable[..., Any], cls: type, config: 
 
 
 @_in_place_of
-def state_before_first_step(original: Callable[..., Any], self: Any) -> Any:
+def state_before_first_step(original: Method, self: Any) -> Any:
     """Makes the state of torch's Adam that its first step would make; other optimizers are unchanged."""
     if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW) and not self.optimizer.state:
         for group in self.optimizer.param_groups:
@@ -193,7 +192,7 @@ def state_before_first_step(original: Callable[..., Any], self: Any) -> Any:
 
 
 @_in_place_of
-def step_of_the_checkpoint(original: Callable[..., Any], self: Any, state_dict: Any) -> Any:
+def step_of_the_checkpoint(original: Method, self: Any, state_dict: Any) -> Any:
     """Sets the step number of the checkpoint in torch's Adam, in one tensor per parameter."""
     groups = state_dict.get("optimizer", {}).get("param_groups", ())
     steps = {float(group["step"]) for group in groups if group.get("step") is not None}
@@ -207,5 +206,5 @@ def step_of_the_checkpoint(original: Callable[..., Any], self: Any, state_dict: 
 
 
 @_in_place_of
-def skip_warmup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def skip_warmup(original: Method, *args: Any, **kwargs: Any) -> None:
     """Skips the warm-up of compiled kernels."""

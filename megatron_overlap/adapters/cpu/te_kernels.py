@@ -34,8 +34,17 @@ _TORCH_TYPES = {
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,
 }
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""Every kernel that is implemented, by TE's name."""
 
 
+def _kernel[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Adds a kernel, without autograd, to `KERNELS`."""
+    KERNELS[function.__name__] = function = torch.no_grad()(function)
+    return function
+
+
+@_kernel
 def generic_gemm(
     a: _Tensor,
     transpose_a: bool,
@@ -69,24 +78,24 @@ def generic_gemm(
     _high_precision(quantizer, a, b)
     if gelu or comm_overlap is not None:
         raise NotImplementedError("generic_gemm: GELU and communication inside the GEMM need a GPU")
-    with torch.no_grad():
-        left, right = _rows(b), _rows(a)
-        product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
-        if alpha != 1.0:
-            product *= alpha
-        bias_grad = None
-        if bias is not None and grad:
-            bias_grad = left.sum(0, dtype=torch.float32).to(bias.dtype)
-        elif bias is not None:
-            product = product + bias
-        shape = product.shape if transpose_b else (*b.shape[:-1], product.shape[-1])
-        product = product.to(a.dtype if out_dtype is None else _TORCH_TYPES[DType(int(out_dtype))]).view(shape)
-        if out is not None:
-            out.add_(product) if accumulate else out.copy_(product)
-            product = out
+    left, right = _rows(b), _rows(a)
+    product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
+    if alpha != 1.0:
+        product *= alpha
+    bias_grad = None
+    if bias is not None and grad:
+        bias_grad = left.sum(0, dtype=torch.float32).to(bias.dtype)
+    elif bias is not None:
+        product = product + bias
+    shape = product.shape if transpose_b else (*b.shape[:-1], product.shape[-1])
+    product = product.to(a.dtype if out_dtype is None else _TORCH_TYPES[DType(int(out_dtype))]).view(shape)
+    if out is not None:
+        out.add_(product) if accumulate else out.copy_(product)
+        product = out
     return product, bias_grad, None, extra_output
 
 
+@_kernel
 def te_general_grouped_gemm(
     a: list[_Tensor],
     transpose_a: bool,
@@ -117,6 +126,7 @@ def te_general_grouped_gemm(
     return bias
 
 
+@_kernel
 def rmsnorm_fwd(
     x: _Tensor,
     weight: _Tensor,
@@ -129,24 +139,24 @@ def rmsnorm_fwd(
 ) -> tuple[_Tensor, None, _Tensor]:
     """`x * rsqrt(mean(x^2) + eps) * weight`, and the reciprocal root of every row, fp32."""
     _high_precision(quantizer)
-    with torch.no_grad():
-        rows = _rows(x).float()
-        rsigma = torch.rsqrt(rows.square().mean(-1) + eps)
-        y = rows * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
-        return _normalized(y, x, out, out_dtype), None, rsigma
+    rows = _rows(x).float()
+    rsigma = torch.rsqrt(rows.square().mean(-1) + eps)
+    y = rows * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
+    return _normalized(y, x, out, out_dtype), None, rsigma
 
 
+@_kernel
 def rmsnorm_bwd(
     dy: _Tensor, x: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor]:
     """Gradients of `rmsnorm_fwd` with respect to `x` and `weight`."""
-    with torch.no_grad():
-        grad, normal = _rows(dy).float(), _rows(x).float() * rsigma[:, None]
-        scaled = grad * _gamma(weight, zero_centered_gamma)
-        dx = rsigma[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
-        return dx.to(x.dtype).view(x.shape), (grad * normal).sum(0).to(weight.dtype)
+    grad, normal = _rows(dy).float(), _rows(x).float() * rsigma[:, None]
+    scaled = grad * _gamma(weight, zero_centered_gamma)
+    dx = rsigma[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    return dx.to(x.dtype).view(x.shape), (grad * normal).sum(0).to(weight.dtype)
 
 
+@_kernel
 def rmsnorm_bwd_add(
     dy: _Tensor, x: _Tensor, add: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor]:
@@ -155,6 +165,7 @@ def rmsnorm_bwd_add(
     return dx + add, dweight
 
 
+@_kernel
 def layernorm_fwd(
     x: _Tensor,
     weight: _Tensor,
@@ -168,28 +179,27 @@ def layernorm_fwd(
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
     """`(x - mean) * rsqrt(variance + eps) * weight + bias`, with mean and reciprocal root of every row, fp32."""
     _high_precision(quantizer)
-    with torch.no_grad():
-        rows = _rows(x).float()
-        mean = rows.mean(-1)
-        centred = rows - mean[:, None]
-        rsigma = torch.rsqrt(centred.square().mean(-1) + eps)
-        y = centred * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
-        if bias is not None:
-            y = y + bias.float()
-        return _normalized(y, x, out, out_dtype), mean, rsigma
+    rows = _rows(x).float()
+    mean = rows.mean(-1)
+    centred = rows - mean[:, None]
+    rsigma = torch.rsqrt(centred.square().mean(-1) + eps)
+    y = centred * rsigma[:, None] * _gamma(weight, zero_centered_gamma)
+    if bias is not None:
+        y = y + bias.float()
+    return _normalized(y, x, out, out_dtype), mean, rsigma
 
 
+@_kernel
 def layernorm_bwd(
     dy: _Tensor, x: _Tensor, mean: _Tensor, rsigma: _Tensor, weight: _Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> tuple[_Tensor, _Tensor, _Tensor]:
     """Gradients of `layernorm_fwd` with respect to `x`, `weight` and `bias`."""
-    with torch.no_grad():
-        grad = _rows(dy).float()
-        normal = (_rows(x).float() - mean[:, None]) * rsigma[:, None]
-        scaled = grad * _gamma(weight, zero_centered_gamma)
-        centred = scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
-        dx = (rsigma[:, None] * centred).to(x.dtype).view(x.shape)
-        return dx, (grad * normal).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
+    grad = _rows(dy).float()
+    normal = (_rows(x).float() - mean[:, None]) * rsigma[:, None]
+    scaled = grad * _gamma(weight, zero_centered_gamma)
+    centred = scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
+    dx = (rsigma[:, None] * centred).to(x.dtype).view(x.shape)
+    return dx, (grad * normal).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
 
 
 def _activation(function: Callable[[_Tensor], _Tensor]) -> tuple[Callable[..., _Tensor], Callable[..., _Tensor]]:
@@ -213,26 +223,27 @@ def _swiglu(x: _Tensor) -> _Tensor:
     return torch.nn.functional.silu(gate) * value
 
 
+@_kernel
 def multi_tensor_scale(
     chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], scale: float | _Tensor
 ) -> None:
     """Each of the second list becomes the one of the first times `scale`; `overflow` becomes 1 at an inf or NaN."""
-    with torch.no_grad():
-        for source, target in zip(*lists, strict=True):
-            target.copy_(source.float() * float(scale))
-            if not torch.isfinite(source).all():
-                overflow.fill_(1)
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source.float() * float(scale))
+        if not torch.isfinite(source).all():
+            overflow.fill_(1)
 
 
+@_kernel
 def multi_tensor_l2norm(
     chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], per_tensor: bool = False
 ) -> tuple[_Tensor, _Tensor]:
     """The Euclidean norm of all tensors together, fp32 `[1]`, and with `per_tensor` that of each one."""
-    with torch.no_grad():
-        norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
-        return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
+    norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
+    return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
 
 
+@_kernel
 def multi_tensor_adam(
     chunk_size: int,
     overflow: _Tensor,
@@ -250,22 +261,22 @@ def multi_tensor_adam(
     is a fifth list, fp32 main parameters."""
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
-    with torch.no_grad():
-        for grad, parameter, first, second, *main in zip(*lists, strict=True):
-            target = main[0] if main else parameter
-            gradient, value = grad.float(), target.float()
-            if mode == 0:
-                gradient = gradient + weight_decay * value
-            first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            update = (first / correction1) / ((second / correction2).sqrt() + eps)
-            if mode == 1:
-                update = update + weight_decay * value
-            target.copy_(value - lr * update)
-            if main:
-                parameter.copy_(target)
+    for grad, parameter, first, second, *main in zip(*lists, strict=True):
+        target = main[0] if main else parameter
+        gradient, value = grad.float(), target.float()
+        if mode == 0:
+            gradient = gradient + weight_decay * value
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = (first / correction1) / ((second / correction2).sqrt() + eps)
+        if mode == 1:
+            update = update + weight_decay * value
+        target.copy_(value - lr * update)
+        if main:
+            parameter.copy_(target)
 
 
+@_kernel
 def multi_tensor_adam_param_remainder(
     chunk_size: int, overflow: _Tensor, lists: Sequence[Sequence[_Tensor]], *settings: Any
 ) -> None:
@@ -274,25 +285,24 @@ def multi_tensor_adam_param_remainder(
     The bits of a main parameter are those of the parameter, then those of the remainder. The parameter is rounded up
     where the remainder, read as a signed number, is negative.
     """
-    with torch.no_grad():
-        main = []
-        for parameter, remainder in zip(lists[1], lists[4], strict=True):
-            high = parameter.view(torch.int16).int() - (remainder < 0).int()
-            main.append(((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32))
-        multi_tensor_adam(chunk_size, overflow, [lists[0], main, lists[2], lists[3]], *settings)
-        for parameter, remainder, value in zip(lists[1], lists[4], main, strict=True):
-            remainder.copy_(value.view(torch.int16).view(*value.shape, 2)[..., 0])  # the low half of each number
-            high = (value.view(torch.int32) >> 16) + (remainder < 0).int()
-            parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
+    main = []
+    for parameter, remainder in zip(lists[1], lists[4], strict=True):
+        high = parameter.view(torch.int16).int() - (remainder < 0).int()
+        main.append(((high << 16) | (remainder.int() & 0xFFFF)).view(torch.float32))
+    multi_tensor_adam(chunk_size, overflow, [lists[0], main, lists[2], lists[3]], *settings)
+    for parameter, remainder, value in zip(lists[1], lists[4], main, strict=True):
+        remainder.copy_(value.view(torch.int16).view(*value.shape, 2)[..., 0])  # the low half of each number
+        high = (value.view(torch.int32) >> 16) + (remainder < 0).int()
+        parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
 
 
+@torch.no_grad()
 def _scaled_softmax(x: _Tensor, scale: float, mask: _Tensor | None = None) -> _Tensor:
     """`softmax(scale * x)` over the last dimension, computed in fp32; masked elements, and rows of them, become 0."""
-    with torch.no_grad():
-        scores = x.float() * scale
-        if mask is None:
-            return torch.softmax(scores, -1).to(x.dtype)
-        return torch.softmax(scores.masked_fill(mask, -10000.0), -1).masked_fill(mask, 0).to(x.dtype)
+    scores = x.float() * scale
+    if mask is None:
+        return torch.softmax(scores, -1).to(x.dtype)
+    return torch.softmax(scores.masked_fill(mask, -10000.0), -1).masked_fill(mask, 0).to(x.dtype)
 
 
 def _causal_softmax(x: _Tensor, scale: float) -> _Tensor:
@@ -301,40 +311,22 @@ def _causal_softmax(x: _Tensor, scale: float) -> _Tensor:
     return _scaled_softmax(x, scale, torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1))
 
 
+@torch.no_grad()
 def _scaled_softmax_backward(dy: _Tensor, y: _Tensor, scale: float) -> _Tensor:
     """Gradient of `_scaled_softmax` with respect to `x`, from its result `y`."""
-    with torch.no_grad():
-        weighted = dy.float() * y.float()
-        return ((weighted - y.float() * weighted.sum(-1, keepdim=True)) * scale).to(y.dtype)
+    weighted = dy.float() * y.float()
+    return ((weighted - y.float() * weighted.sum(-1, keepdim=True)) * scale).to(y.dtype)
 
 
-KERNELS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        generic_gemm,
-        te_general_grouped_gemm,
-        layernorm_bwd,
-        layernorm_fwd,
-        multi_tensor_adam,
-        multi_tensor_adam_param_remainder,
-        multi_tensor_l2norm,
-        multi_tensor_scale,
-        rmsnorm_bwd,
-        rmsnorm_bwd_add,
-        rmsnorm_fwd,
-    )
-} | {
+KERNELS |= {
     "multi_tensor_scale_tensor": multi_tensor_scale,
     "scaled_softmax_forward": lambda x, scale: _scaled_softmax(x, scale),
     "scaled_masked_softmax_forward": lambda x, mask, scale: _scaled_softmax(x, scale, mask.bool()),
     "scaled_upper_triang_masked_softmax_forward": _causal_softmax,
     "scaled_aligned_causal_masked_softmax_forward": _causal_softmax,
-    "scaled_softmax_backward": _scaled_softmax_backward,
-    "scaled_masked_softmax_backward": _scaled_softmax_backward,
-    "scaled_upper_triang_masked_softmax_backward": _scaled_softmax_backward,
-    "scaled_aligned_causal_masked_softmax_backward": _scaled_softmax_backward,
 }
-"""Every kernel that is implemented, by TE's name."""
+for _kind in ("", "_masked", "_upper_triang_masked", "_aligned_causal_masked"):
+    KERNELS[f"scaled{_kind}_softmax_backward"] = _scaled_softmax_backward
 KERNELS["swiglu"], KERNELS["dswiglu"] = _activation(_swiglu)
 KERNELS["gelu"], KERNELS["dgelu"] = _activation(functools.partial(torch.nn.functional.gelu, approximate="tanh"))
 

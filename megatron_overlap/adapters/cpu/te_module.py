@@ -45,14 +45,7 @@ _ENUMS = {
     "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
     "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
 }
-_COMMUNICATORS = [
-    "CommOverlapHelper",
-    "CommOverlapCore",
-    "CommOverlapBase",
-    "CommOverlapP2PBase",
-    "CommOverlap",
-    "CommOverlapP2P",
-]
+_COMMUNICATORS = [f"CommOverlap{suffix}" for suffix in ("Helper", "Core", "Base", "P2PBase", "", "P2P")]
 
 
 class NativeModule(ModuleType):
@@ -127,11 +120,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Makes the next import of TE use the kernels of `te_kernels`.
-
-    Raises:
-        RuntimeError: TE was imported before.
-    """
+    """Makes the next import of TE use the kernels of `te_kernels`. RuntimeError: TE was imported before."""
     if "transformer_engine" in sys.modules:
         raise RuntimeError("transformer_engine was imported before the CPU adaptation: install the adaptation first")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

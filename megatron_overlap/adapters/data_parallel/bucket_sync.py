@@ -11,7 +11,6 @@ So a bucket waits for those before it, which hold the parameters of later layers
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
-from megatron_overlap.adapters.wrapping import Method
+from megatron_overlap.adapters.wrapping import Method, with_globals
 from megatron_overlap.counters import Site
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -57,10 +56,7 @@ class DataParallelAdapter(Adapter):
     ) -> list[Callable[[], None]]:
         """Starts the reduction of a bucket of gradients; returns functions that wait for it and check it, in order.
 
-        Args:
-            op: sum or mean.
-            whole: reduce all elements; otherwise the shard of this rank.
-            wide: sum bf16 and fp16 gradients in fp32.
+        `whole`: reduce all elements; otherwise the shard of this rank. `wide`: sum bf16 and fp16 gradients in fp32.
         """
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
         wide = wide or self.session.config.data.accumulate == "fp32"
@@ -96,9 +92,7 @@ class DataParallelAdapter(Adapter):
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
         """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
 
-        Args:
-            flag: a Megatron flag that is off; None if all required flags are on.
-            reason: another reason for the stock path.
+        The cause is a Megatron flag that is off, or another reason.
 
         Raises:
             MissingFlagError: a flag is off, and the configured method is `p2p`.
@@ -140,27 +134,14 @@ def start_grad_sync(original: Method, session: Session) -> Method:
             reason = "Megatron reduces all gradients to save them (force_all_reduce)"
         if adapter.falls_back("reduce_scatter" if sharded else "all_reduce", self, flag, reason):
             return original(self, force_all_reduce)
-        posted = _Posted()
         wide = config.reduce_scatter_with_fp32_accumulation
-
-        def reduce_scatter(output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.reduce(input, group, op, whole=False, wide=wide))
-
-        def all_reduce(tensor: Any, *, op: Any, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.reduce(tensor, group, op, whole=True, wide=wide))
-
-        names: dict[str, Any] = {"dist_reduce_scatter_func": reduce_scatter, "_coalescing_manager": posted.manage}
-        names["torch"] = _ModuleOverlay(torch, distributed=_ModuleOverlay(dist, all_reduce=all_reduce))
-        return _with_globals(original, names)(self, force_all_reduce)
+        return _Collectives(adapter, wide=wide).run(original, self, force_all_reduce)
 
     return start
 
 
 def start_param_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.start_param_sync`.
-
-    Equals the original: an all-gather of the buckets' parameters over the data-parallel ranks.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.start_param_sync`: an all-gather of the buckets' parameters."""
     adapter = session.adapter(DataParallelAdapter)
 
     def start(self: Any, force_sync: bool = False) -> None:
@@ -176,13 +157,7 @@ def start_param_sync(original: Method, session: Session) -> Method:
             reason = _unsupported_group_reason(group, self.buckets[0].param_data)
         if adapter.falls_back("all_gather", self, flag, reason):
             return original(self, force_sync)
-        posted = _Posted()
-
-        def all_gather(output: Any, input: Any, *, group: Any, async_op: bool) -> _Posted:
-            return posted.add(adapter.gather(output, group))
-
-        names = {"dist_all_gather_func": all_gather, "_coalescing_manager": posted.manage}
-        return _with_globals(original, names)(self, force_sync)
+        return _Collectives(adapter).run(original, self, force_sync)
 
     return start
 
@@ -202,26 +177,40 @@ def finish_param_sync(original: Method, session: Session) -> Method:
     return finish
 
 
-class _Posted:
-    """The collectives that one call started. Replaces torch's coalescing manager and the handle that it returns."""
+class _Collectives:
+    """The collectives of one call of Megatron, their coalescing manager, and the handle that it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: DataParallelAdapter, *, wide: bool = False) -> None:
+        self._adapter, self._wide = adapter, wide
         self._waits: list[Callable[[], None]] = []
 
+    def run(self, original: Method, *args: Any) -> Any:
+        """Calls a copy of `original` that runs these collectives."""
+        distributed = _ModuleOverlay(dist, all_reduce=self._all_reduce)
+        names = {"torch": _ModuleOverlay(torch, distributed=distributed), "_coalescing_manager": self._manager}
+        names |= {"dist_reduce_scatter_func": self._reduce_scatter, "dist_all_gather_func": self._all_gather}
+        return with_globals(original, names)(*args)
+
+    def _reduce_scatter(self, output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.reduce(input, group, op, whole=False, wide=self._wide)
+        return self
+
+    def _all_reduce(self, tensor: Any, *, op: Any, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.reduce(tensor, group, op, whole=True, wide=self._wide)
+        return self
+
+    def _all_gather(self, output: Any, input: Any, *, group: Any, async_op: bool) -> Self:
+        self._waits += self._adapter.gather(output, group)
+        return self
+
     @contextmanager
-    def manage(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Self]:
-        """Replaces torch's `_coalescing_manager`."""
+    def _manager(self, group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Self]:
         yield self
         if not async_ops:
             self.wait()
 
-    def add(self, waits: Sequence[Callable[[], None]]) -> Self:
-        """Adds a collective that was started: functions to call in order."""
-        self._waits += waits
-        return self
-
     def wait(self) -> None:
-        """Waits for all of them; a second call does nothing."""
+        """Waits for all of them, once."""
         while self._waits:
             self._waits.pop(0)()
 
@@ -235,13 +224,6 @@ class _ModuleOverlay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _with_globals(function: Any, names: dict[str, Any]) -> Method:
-    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
-    replaced = {**function.__globals__, **names}
-    code, defaults = function.__code__, function.__defaults__
-    return types.FunctionType(code, replaced, function.__name__, defaults, function.__closure__)
 
 
 def _site(op: str, bucket: torch.Tensor) -> Site:
@@ -259,7 +241,7 @@ def _unsupported_group_reason(group: dist.ProcessGroup, data: torch.Tensor) -> s
 
 
 class BucketOrders(Adapter):
-    """The order of each bucket group that was made in a session."""
+    """The `BucketOrder` of each bucket group that was made in a session."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -287,7 +269,7 @@ class BucketOrder:
 
 
 def partition_buckets(original: Method, session: Session) -> Method:
-    """Replacement of `partition_buckets`. Equals the original; its result is one order."""
+    """Replacement of `partition_buckets`: its result is one `BucketOrder`."""
     orders = session.adapter(BucketOrders)
 
     def partition(*args: Any, **kwargs: Any) -> Any:
@@ -299,10 +281,7 @@ def partition_buckets(original: Method, session: Session) -> Method:
 
 
 def register_grad_ready(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.register_grad_ready`.
-
-    Equals the original, but the reduction that it starts may start later: see `BucketOrder`.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.register_grad_ready`: `BucketOrder` starts the reduction."""
     orders = session.adapter(BucketOrders)
 
     def register(self: Any, *args: Any, **kwargs: Any) -> None:

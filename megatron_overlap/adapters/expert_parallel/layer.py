@@ -22,11 +22,9 @@ from megatron_overlap.adapters.wrapping import Method, replaces
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
-from megatron_overlap.ops.call import Observer
 from megatron_overlap.session import Adapter, Session
 
 _OP = "expert_parallel"
-_ONE_RANK = "one expert-parallel rank: the layer does not communicate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class _Layer:
     name: str
     experts: LayerExperts | None
     reason: str | None
-    observer: Observer
 
 
 @dataclass(slots=True)
@@ -51,10 +48,9 @@ class _SharedExperts:
 
 
 class ExpertAdapter(Adapter):
-    """Options and counters of the mixture-of-experts layers of one session.
+    """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods.
 
     Attributes:
-        overlapped: layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone.
         stock: the replaced methods by name.
         autotuner: selects the stock path or p2p with `method: auto`.
     """
@@ -64,24 +60,26 @@ class ExpertAdapter(Adapter):
         self.options = ExpertOptions(
             fixed_order=bool(session.config.deterministic), schedule=session.config.expert.schedule
         )
-        self.overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone."""
         self.stock: dict[str, Method] = {}
         self.autotuner = GroupAutotuners(session, session.config.expert.method)
         self._calls: dict[tuple[object, ...], Call] = {}
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[Any, _SharedExperts] = weakref.WeakKeyDictionary()
 
-    def postpones_shared(self, layer: Any, hidden_states: torch.Tensor) -> bool:
-        """Called in `shared_experts_compute`: whether this call computes them after its `dispatch` has begun."""
+    def shared_experts_compute(self, layer: Any, hidden_states: torch.Tensor) -> Any:
+        """Returns None where `dispatch` computes them."""
         self._shared.pop(layer, None)
+        stock = self.stock["shared_experts_compute"]
         if not layer.use_shared_expert or self._layer(layer).experts is None:
-            return False
+            return stock(layer, hidden_states)
         if layer.shared_experts.use_shared_expert_gate:
             # Their input has two gradients. Stock adds each to that of `hidden_states`, the view below adds their sum.
-            return False
+            return stock(layer, hidden_states)
         # Autograd runs the backward of this view last, so the gradients of `hidden_states` are added in stock order.
         self._shared[layer] = _SharedExperts(hidden_states.view_as(hidden_states))
-        return True
+        return None
 
     def compute_shared(self, layer: Any) -> None:
         """Computes the postponed shared experts of this call, if it has any."""
@@ -89,20 +87,35 @@ class ExpertAdapter(Adapter):
         if shared is not None:
             shared.y = self.stock["shared_experts_compute"](layer, shared.x)
 
-    def take_shared(self, layer: Any) -> torch.Tensor | None:
-        """The output of the postponed shared experts of this call."""
-        shared = self._shared.pop(layer, None)
-        return None if shared is None else shared.y
+    def postprocess(self, layer: Any, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> Any:
+        """Adds the shared experts that were computed during dispatch."""
+        if shared_expert_output is None and (shared := self._shared.pop(layer, None)) is not None:
+            shared_expert_output = shared.y
+        return self.stock["postprocess"](layer, output, shared_expert_output)
+
+    def dispatch(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """The identity where `routed_experts_compute` computes the layer."""
+        if self.begins(layer, hidden_states):
+            return hidden_states, probs
+        self.compute_shared(layer)
+        return self.stock["dispatch"](layer, hidden_states, probs)
+
+    def combine(self, layer: Any, output: torch.Tensor) -> Any:
+        """The identity where `routed_experts_compute` computed the layer."""
+        if layer in self._overlapped:
+            self._overlapped.discard(layer)
+            return output
+        return self.stock["combine"](layer, output)
 
     def begins(self, layer: Any, hidden_states: torch.Tensor) -> bool:
-        """Called in `dispatch`: whether `routed_experts_compute` computes this call alone. A fallback is counted."""
-        self.overlapped.discard(layer)
+        """Whether `routed_experts_compute` computes this call alone. A fallback is counted."""
+        self._overlapped.discard(layer)
         known = self._layer(layer)
         reason = known.reason
         if known.experts is not None:
             reason = known.experts.unsupported_reason(hidden_states, layer.token_dispatcher.ep_group)
             if reason is None:
-                self.overlapped.add(layer)
+                self._overlapped.add(layer)
                 return True
         if reason is not None:
             self.session.counters.fallback("expert", known.name, _OP, "forward", reason)
@@ -115,18 +128,22 @@ class ExpertAdapter(Adapter):
             name = f"{layer.num_local_experts}x{config.hidden_size}->{config.moe_ffn_hidden_size}"
             reason = experts = None
             if layer.token_dispatcher.ep_size == 1:
-                self.session.counters.exclude("MoELayer", _ONE_RANK)
+                self.session.counters.exclude("MoELayer", "one expert-parallel rank: the layer does not communicate")
             else:
                 reason = unsupported_layer_reason(layer)
                 experts = LayerExperts(layer.experts) if reason is None else None
-            observer = partial(self.session.counters.overlapped, "expert", name, _OP)
-            known = self._layers[layer] = _Layer(name, experts, reason, observer)
+            known = self._layers[layer] = _Layer(name, experts, reason)
         return known
 
-    def run(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """Dispatch, experts and combine of one call by the selected method."""
+    def routed_experts_compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Dispatches, computes and combines by the selected method.
+
+        Equals `combine(routed_experts_compute(*dispatch(hidden_states, probs)))` of the replaced methods.
+        """
+        if layer not in self._overlapped:
+            return self.stock["routed_experts_compute"](layer, hidden_states, probs)
         if not self.autotuner.enabled:
-            return self.compute(layer, hidden_states, probs)
+            return self.compute(layer, hidden_states, probs), None
 
         def run(candidate: Candidate) -> torch.Tensor:
             if candidate != STOCK:
@@ -141,8 +158,7 @@ class ExpertAdapter(Adapter):
 
         autotuner, candidates = self.autotuner.autotuner(layer.token_dispatcher.ep_group), (STOCK, Candidate("p2p"))
         call = self._call(layer, hidden_states, autotuner)
-        result: torch.Tensor = autotuner.run(call, run, (hidden_states, probs), lambda: candidates)[0]
-        return result
+        return autotuner.run(call, run, (hidden_states, probs), lambda: candidates)[0], None
 
     def _call(self, layer: Any, hidden_states: torch.Tensor, autotuner: Autotuner) -> Call:
         """The kind of a call, the same on every rank."""
@@ -198,82 +214,31 @@ class ExpertAdapter(Adapter):
             experts,
             group=open_transport(self.session, dispatcher.ep_group),
             options=options,
-            observer=known.observer,
+            observer=partial(self.session.counters.overlapped, "expert", known.name, _OP),
             filler=None if shared is None else partial(self.compute_shared, layer),
         )
         known.experts.end()
         return results
 
 
-def shared_experts_compute(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.shared_experts_compute`: returns None where they are computed during dispatch."""
-    adapter = session.adapter(ExpertAdapter)
-    adapter.stock["shared_experts_compute"] = original
+def _replacement(name: str) -> Method:
+    """The factory that replaces `MoELayer.<name>` by the method of that name of `ExpertAdapter`."""
 
-    @replaces(original)
-    def shared_experts_compute(self: Any, hidden_states: torch.Tensor) -> Any:
-        if adapter.postpones_shared(self, hidden_states):
-            return None
-        return original(self, hidden_states)
+    def factory(original: Method, session: Session) -> Method:
+        adapter = session.adapter(ExpertAdapter)
+        adapter.stock[name] = original
 
-    return shared_experts_compute
+        @replaces(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return getattr(adapter, name)(*args, **kwargs)
 
+        return run
 
-def dispatch(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.dispatch`: the identity where `routed_experts_compute` computes the layer."""
-    adapter = session.adapter(ExpertAdapter)
-    adapter.stock["dispatch"] = original
-
-    @replaces(original)
-    def dispatch(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        if adapter.begins(self, hidden_states):
-            return hidden_states, probs
-        adapter.compute_shared(self)
-        return original(self, hidden_states, probs)
-
-    return dispatch
+    return factory
 
 
-def routed_experts_compute(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.routed_experts_compute`: dispatches, computes and combines.
-
-    Equals `combine(routed_experts_compute(*dispatch(hidden_states, probs)))` of the original methods.
-    """
-    adapter = session.adapter(ExpertAdapter)
-    adapter.stock["routed_experts_compute"] = original
-
-    @replaces(original)
-    def routed_experts_compute(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        if self in adapter.overlapped:
-            return adapter.run(self, hidden_states, probs), None
-        return original(self, hidden_states, probs)
-
-    return routed_experts_compute
-
-
-def combine(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.combine`: the identity where `routed_experts_compute` computed the layer."""
-    adapter = session.adapter(ExpertAdapter)
-    adapter.stock["combine"] = original
-
-    @replaces(original)
-    def combine(self: Any, output: torch.Tensor) -> Any:
-        if self in adapter.overlapped:
-            adapter.overlapped.discard(self)
-            return output
-        return original(self, output)
-
-    return combine
-
-
-def postprocess(original: Method, session: Session) -> Method:
-    """Replacement of `MoELayer.postprocess`: adds the shared experts that were computed during dispatch."""
-    adapter = session.adapter(ExpertAdapter)
-
-    @replaces(original)
-    def postprocess(self: Any, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> Any:
-        if shared_expert_output is None:
-            shared_expert_output = adapter.take_shared(self)
-        return original(self, output, shared_expert_output)
-
-    return postprocess
+shared_experts_compute = _replacement("shared_experts_compute")
+dispatch = _replacement("dispatch")
+routed_experts_compute = _replacement("routed_experts_compute")
+combine = _replacement("combine")
+postprocess = _replacement("postprocess")

@@ -1,8 +1,4 @@
-"""Runs an unmodified Megatron training script with the plugin, for `python -m megatron_overlap`.
-
-Adapts torch and Megatron to the CPU where needed, enables the plugin, adds its flags to Megatron's argument parser,
-records the steps, and reports. The script sees its own command line plus the plugin's flags.
-"""
+"""Runs an unmodified Megatron training script with the plugin, for `python -m megatron_overlap`."""
 
 from __future__ import annotations
 
@@ -17,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_overlap.config import OverlapConfig, load_overlap_file
 from megatron_overlap.config.errors import writing
+from megatron_overlap.config.launch import LaunchSection
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
 from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.session import Session, current, enable
+from megatron_overlap.tracing import Trace
 
 if TYPE_CHECKING:
     # These import torch and Megatron, which must be adapted to the CPU first.
@@ -43,6 +41,8 @@ class UsageError(ValueError):
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
+    The script sees its own command line plus the plugin's flags.
+
     Raises:
         UsageError: the command line is wrong.
         ConfigError: the config file is wrong, or the run folder cannot be made.
@@ -61,13 +61,10 @@ class ScriptRun:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
             raise UsageError(f"command line: {error}") from error
-        self._overlap, launch = OverlapConfig(), None
+        self._overlap, self._launch = OverlapConfig(), LaunchSection()
         if flags.overlap_config is not None:
-            self._overlap, launch = load_overlap_file(flags.overlap_config)
-        self._device = flags.overlap_device or (launch.device if launch is not None else "cuda")
-        self._rehearsal = launch is not None and launch.rehearsal
-        hosts = launch.hosts if launch is not None else None
-        self._link = hosts.model_dump(mode="json") if hosts is not None else None
+            self._overlap, self._launch = load_overlap_file(flags.overlap_config)
+        self._device = flags.overlap_device or self._launch.device
         if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
             raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
         self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
@@ -97,7 +94,7 @@ class ScriptRun:
             parser.add_argument("--transformer-impl")
             implementation = parser.parse_known_args(self._argv[1:])[0].transformer_impl
             try:
-                cpu.install(te_layers=implementation == "transformer_engine", rehearsal=self._rehearsal)
+                cpu.install(te_layers=implementation == "transformer_engine", rehearsal=self._launch.rehearsal)
             except ModuleNotFoundError as error:
                 if error.name != "transformer_engine":
                     raise
@@ -120,17 +117,18 @@ class ScriptRun:
             print(self._session.report().render(), flush=True)
 
     def _record(self, session: Session, run_dir: Path) -> None:
-        from megatron_overlap.adapters.training.train_step import StepRecorder, StepTracer
+        from megatron_overlap.adapters.training.train_step import StepRecorder
 
         session.folder = run_dir
         features = {*_OF_A_SCRIPT, "training"}
         if self._trace:
-            tracer = session.adapter(StepTracer, lambda session: StepTracer(session, run_dir, self._rank, self._device))
-            session.trace = tracer.trace
+            session.trace = Trace()
             # On CUDA a wait orders streams and takes the host no time.
             features |= {"tracing", "tracing_cpu"} if self._device == "cpu" else {"tracing"}
+        hosts = self._launch.hosts
+        link = None if hosts is None else hosts.model_dump(mode="json")
         self._recorder = session.adapter(
-            StepRecorder, lambda session: StepRecorder(session, run_dir, self._rank, self._device, self._link)
+            StepRecorder, lambda session: StepRecorder(session, run_dir, self._rank, self._device, link)
         )
         # In one call: each one searches the process for attributes that hold a target.
         session.apply_patches(features, required=True)
@@ -149,8 +147,7 @@ class ScriptRun:
             return 2
         traceback.print_exception(error)
         check = self._session.find(consistency.ConsistencyCheck)
-        written = None if check is None else check.post_mortem(error)
-        if written is not None:
+        if check is not None and (written := check.post_mortem(error)) is not None:
             print(f"rank {self._rank}: its last operations are in {written}", file=sys.stderr)
         return 1
 
@@ -196,16 +193,10 @@ def add_overlap_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group = parser.add_argument_group("megatron_overlap")
     group.add_argument("--overlap-config", metavar="FILE", help="overlap config or launch config (YAML)")
     group.add_argument("--overlap-run-dir", metavar="DIR", help="folder of the steps, versions and report of each rank")
-    group.add_argument(
-        "--overlap-trace",
-        action="store_true",
-        help="record computation, waits and messages of each rank for megatron-overlap trace",
-    )
-    group.add_argument(
-        "--overlap-device",
-        choices=("cpu", "cuda"),
-        help="device to train on; default: launch.device of the config, else cuda",
-    )
+    what = "record computation, waits and messages of each rank for megatron-overlap trace"
+    group.add_argument("--overlap-trace", action="store_true", help=what)
+    what = "device to train on; default: launch.device of the config, else cuda"
+    group.add_argument("--overlap-device", choices=("cpu", "cuda"), help=what)
     return parser
 
 

@@ -1,9 +1,4 @@
-"""Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log.
-
-`StepRecorder` writes one JSON line for each step and each evaluation, with full precision: Megatron's log rounds
-losses and prints grad-norms with three decimals. `StepTracer` records the events of each step and adds the exposed
-communication to Megatron's logs.
-"""
+"""Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log."""
 
 import json
 import platform
@@ -30,68 +25,14 @@ _SERIES = "exposed communication"
 
 def print_rank_last(original: Method, session: Session) -> Method:
     """Factory of a patch: Megatron's log line of an iteration also has the exposed communication."""
-    tracer = session.adapter(StepTracer)
-    return lambda message: original(f"{message}{tracer.log_text()}" if _LOGGED in str(message) else message)
+    recorder = session.adapter(StepRecorder)
+    return lambda message: original(f"{message}{recorder.log_text()}" if _LOGGED in str(message) else message)
 
 
 def collective_wait(original: Method, session: Session) -> Method:
     """Factory of a patch: every wait for a collective of torch.distributed is timed."""
-    return timed_wait(original, session.adapter(StepTracer).trace)
-
-
-class StepTracer(Adapter):
-    """Writes `events-rank{r}.bin` of global rank r into `run_dir`, one block per step. `device`: "cpu" or "cuda"."""
-
-    def __init__(self, session: Session, run_dir: Path, rank: int, device: str) -> None:
-        super().__init__(session)
-        self.trace = Trace()
-        self._file = EventFile(run_dir / EVENTS.format(rank=rank), rank, {"device": device})
-        session.add_close(self._file.close)
-        self._since_log: list[tuple[float, float]] = []
-
-    def compare_clocks(self) -> None:
-        """Records the offset to rank 0's clock; collective. Without an answer the clocks count as equal."""
-        world = dist.group.WORLD
-        if world is None:  # the script destroyed the process groups
-            return
-        try:
-            self._file.mark(compare_clocks(world))
-        except RuntimeError as error:
-            warnings.warn(f"trace: the ranks' clocks could not be compared: {error}", stacklevel=2)
-
-    def step(self, iteration: int, start_ns: int, stop_ns: int) -> dict[str, Any]:
-        """Writes the events of a step; returns its exposed communication as JSON can hold it."""
-        self.trace.add(Kind.STEP, start_ns, stop_ns, operation=iteration)
-        exposed = exposed_in(self._file.write(self.trace), start_ns, stop_ns)
-        share = exposed.total_ms / ((stop_ns - start_ns) / 1e6)
-        self._since_log.append((exposed.total_ms, share))
-        self._to_writers(iteration, exposed, share)
-        ops = [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()]
-        return {"total_ms": exposed.total_ms, "ops": ops}
-
-    def log_text(self) -> str:
-        """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
-        if not self._since_log:
-            return ""
-        time_ms, share = (sum(values) / len(values) for values in zip(*self._since_log, strict=True))
-        self._since_log.clear()
-        return f" {_SERIES} (ms): {time_ms:.1f} | exposed share of step: {share:.1%} |"
-
-    def _to_writers(self, iteration: int, exposed: Exposed, share: float) -> None:
-        """Writes to TensorBoard and Weights & Biases where Megatron enables them, which is on its last rank."""
-        from megatron.training import get_args
-        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-        board, wandb = get_tensorboard_writer(), get_wandb_writer()
-        if (board is None and wandb is None) or iteration % get_args().tensorboard_log_interval:
-            return
-        series = {f"{_SERIES}/total ms": exposed.total_ms, f"{_SERIES}/share of step": share}
-        series |= {f"{_SERIES}/{op} {direction} ms": value for (op, direction), value in exposed.by_op.items()}
-        for name, value in series.items():
-            if board is not None:
-                board.add_scalar(name, value, iteration)
-        if wandb is not None:
-            wandb.log(series, iteration)
+    assert session.trace is not None
+    return timed_wait(original, session.trace)
 
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every reviewed release.
@@ -99,14 +40,14 @@ _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
 class StepRecorder(Adapter):
-    """Records the training steps of this rank into `run_dir`.
+    """Records the training steps of this rank into `run_dir`, with full precision, which Megatron's log lacks.
 
     Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
-    `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with a tracer
-    `events-rank{r}.bin`. Files of an earlier run in the same folder are replaced.
+    `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with
+    `session.trace` `events-rank{r}.bin` (one block per step), and the exposed communication in Megatron's logs. Files
+    of an earlier run in the same folder are replaced.
 
     Args:
-        session: its `StepTracer`, if it was made, records the events of every step.
         rank: global rank r.
         device: "cpu" or "cuda". For CPU ranks `adapters.cpu` replaces the functions of `torch.cuda`.
         link: the config of the network between hosts, if any; copied into the meta file.
@@ -115,10 +56,14 @@ class StepRecorder(Adapter):
     def __init__(self, session: Session, run_dir: Path, rank: int, device: str, link: dict[str, Any] | None) -> None:
         super().__init__(session)
         self._run_dir, self._rank, self._device, self._link = run_dir, rank, device, link
-        self._tracer = session.find(StepTracer)
         self._iteration = self._start_ns = 0
-        if self._tracer is None:
-            (run_dir / EVENTS.format(rank=rank)).unlink(missing_ok=True)
+        self._since_log: list[tuple[float, float]] = []
+        events = run_dir / EVENTS.format(rank=rank)
+        events.unlink(missing_ok=True)
+        self._traced: tuple[EventFile, Trace] | None = None
+        if session.trace is not None:
+            self._traced = EventFile(events, rank, {"device": device}), session.trace
+            session.add_close(self._traced[0].close)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
         session.add_close(self._steps.close)
         self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
@@ -129,8 +74,7 @@ class StepRecorder(Adapter):
         if self._iteration == 0:
             facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
             self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
-            if self._tracer is not None:
-                self._tracer.compare_clocks()
+            self._compare_clocks()
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -147,14 +91,15 @@ class StepRecorder(Adapter):
         row: dict[str, Any] = {
             "iteration": self._iteration,
             "step_time_ms": (stop_ns - self._start_ns) / 1e6,
-            "loss": _loss(result[_LOSSES]),
+            # Ranks of other pipeline stages than the last one have no loss.
+            "loss": _number(result[_LOSSES].get("lm loss", next(iter(result[_LOSSES].values()), None))),
             "grad_norm": _number(result[_GRAD_NORM]),
             "skipped": bool(result[_SKIPPED]),
             "peak_memory_bytes": torch.cuda.max_memory_allocated(),
             "time": time.time(),
         }
-        if self._tracer is not None:
-            row["exposed"] = self._tracer.step(self._iteration, self._start_ns, stop_ns)
+        if self._traced is not None:
+            row["exposed"] = self._write_events(*self._traced, stop_ns)
         self._steps.write(json.dumps(row) + "\n")
 
     def evaluation_completed(self) -> None:
@@ -167,8 +112,52 @@ class StepRecorder(Adapter):
     def finish(self, report: dict[str, Any], *, succeeded: bool) -> None:
         """Writes the session's report of this rank; after a successful run all ranks compare their clocks once more."""
         self._write_json(f"report-rank{self._rank}.json", report)
-        if succeeded and self._tracer is not None and self._iteration:
-            self._tracer.compare_clocks()
+        if succeeded and self._iteration:
+            self._compare_clocks()
+
+    def _compare_clocks(self) -> None:
+        """Records the offset to rank 0's clock; collective. Without an answer the clocks count as equal."""
+        world = dist.group.WORLD
+        if self._traced is None or world is None:  # no trace, or the script destroyed the groups
+            return
+        try:
+            self._traced[0].mark(compare_clocks(world))
+        except RuntimeError as error:
+            warnings.warn(f"trace: the ranks' clocks could not be compared: {error}", stacklevel=2)
+
+    def _write_events(self, events: EventFile, trace: Trace, stop_ns: int) -> dict[str, Any]:
+        """Writes the events of a step; returns its exposed communication as JSON can hold it."""
+        trace.add(Kind.STEP, self._start_ns, stop_ns, operation=self._iteration)
+        exposed = exposed_in(events.write(trace), self._start_ns, stop_ns)
+        share = exposed.total_ms / ((stop_ns - self._start_ns) / 1e6)
+        self._since_log.append((exposed.total_ms, share))
+        self._to_writers(exposed, share)
+        ops = [[op, direction, time_ms] for (op, direction), time_ms in exposed.by_op.items()]
+        return {"total_ms": exposed.total_ms, "ops": ops}
+
+    def log_text(self) -> str:
+        """The fields for Megatron's log line: means over the steps since the last line, on the rank that prints it."""
+        if not self._since_log:
+            return ""
+        time_ms, share = (sum(values) / len(values) for values in zip(*self._since_log, strict=True))
+        self._since_log.clear()
+        return f" {_SERIES} (ms): {time_ms:.1f} | exposed share of step: {share:.1%} |"
+
+    def _to_writers(self, exposed: Exposed, share: float) -> None:
+        """Writes to TensorBoard and Weights & Biases where Megatron enables them, which is on its last rank."""
+        from megatron.training import get_args
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        board, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if (board is None and wandb is None) or self._iteration % get_args().tensorboard_log_interval:
+            return
+        series = {f"{_SERIES}/total ms": exposed.total_ms, f"{_SERIES}/share of step": share}
+        series |= {f"{_SERIES}/{op} {direction} ms": value for (op, direction), value in exposed.by_op.items()}
+        for name, value in series.items():
+            if board is not None:
+                board.add_scalar(name, value, self._iteration)
+        if wandb is not None:
+            wandb.log(series, self._iteration)
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         (self._run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
@@ -198,11 +187,6 @@ def describe_run(device: str) -> dict[str, Any]:
         "data_parallel": args.data_parallel_size,
         "threads": torch.get_num_threads(),
     }
-
-
-def _loss(losses: dict[str, Any]) -> float | None:
-    """The language model's loss; None on ranks without it, which are all but those of the last pipeline stage."""
-    return _number(losses.get("lm loss", next(iter(losses.values()), None)))
 
 
 def _number(value: Any) -> float | None:

@@ -14,6 +14,9 @@ from megatron_overlap.schedules.expert_parallel import ExpertPlan, OwnPiece, Seg
 Rows = tuple[torch.Tensor, ...]
 """Tensors with the same number of rows. A message carries the same rows of all of them."""
 
+Exchange = tuple[Rows, Rows]
+"""What an all-to-all sends, and what it receives."""
+
 Compute = Callable[[Segment, Rows], None]
 """`compute(segment, outputs)`: computes these expert rows from the inputs; `outputs` are the rows to write."""
 
@@ -22,47 +25,39 @@ class ExpertPass:
     """A pass that has sent its first dispatch messages: other computation overlaps its dispatch until `finish`.
 
     Args:
-        transport: of the ranks.
-        plan: messages and computation.
         op: name in errors and traces.
-        tokens: what dispatch sends, a row for each token.
-        inputs: what dispatch receives, a row for each expert row. Own rows are copied.
-        outputs: what combine sends, a row for each expert row. Own rows are not used.
-        results: what combine receives, a row for each token. Own rows are computed there.
+        dispatch: a row for each token, and a row for each expert row. Own rows are copied.
+        combine: a row for each expert row, and a row for each token. Own rows are computed where they are received.
+        serial: receive all messages of dispatch here, and send the results after all computation.
 
     Attributes:
         send_bytes: the bytes that this rank sends.
     """
 
     def __init__(
-        self, transport: Transport, plan: ExpertPlan, op: str, tokens: Rows, inputs: Rows, outputs: Rows, results: Rows
+        self, transport: Transport, plan: ExpertPlan, op: str, dispatch: Exchange, combine: Exchange, *, serial: bool
     ) -> None:
-        self._plan, self._tokens, self.inputs, self._outputs, self.results = plan, tokens, inputs, outputs, results
-        there = [(_all(tokens, each.sent), _all(inputs, each.received)) for each in plan.messages]
-        home = [(_all(outputs, each.received), _all(results, each.sent)) for each in plan.messages]
-        empty = (tokens[0].new_empty(0),)
+        (self._tokens, self.inputs), (self._outputs, self.results) = dispatch, combine
+        self._plan, self._serial = plan, serial
+        there = [(_all(self._tokens, each.sent), _all(self.inputs, each.received)) for each in plan.messages]
+        home = [(_all(self._outputs, each.received), _all(self.results, each.sent)) for each in plan.messages]
+        empty = (self._tokens[0].new_empty(0),)
         transfers = []
         for message, (send, recv) in zip(plan.transfers, there + home, strict=True):
             send, recv = send or empty, recv or empty
             transfers.append(Transfer(message, send[0], recv[0], send[1:], recv[1:]))
         self.send_bytes = sum(each.send_bytes for each in transfers)
         self._p2p_work = transport.begin(transfers, op)
+        if serial:
+            for index in range(len(plan.messages)):
+                self._p2p_work.wait(index)
 
-    def wait_dispatch(self) -> None:
-        """Waits for all dispatch messages."""
-        for index in range(len(self._plan.messages)):
-            self._p2p_work.wait(index)
-
-    def finish(
-        self, compute: Compute, *, fixed_order: bool, serial: bool = False, fillers: Iterable[Callable[[], None]] = ()
-    ) -> None:
+    def finish(self, compute: Compute, *, fixed_order: bool, fillers: Iterable[Callable[[], None]] = ()) -> None:
         """Executes the rest of the plan.
 
         Args:
-            compute: see `Compute`.
             fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
                 chunk is not received, which needs a transport that can report it.
-            serial: send the results after all computation.
             fillers: computed after all rows, while the last results are sent.
         """
         plan, p2p_work = self._plan, self._p2p_work
@@ -77,13 +72,13 @@ class ExpertPass:
                 p2p_work.wait(index)
             for segment in message.received:
                 compute(segment, _rows(self._outputs, segment))
-            if not serial:
+            if not self._serial:
                 p2p_work.mark_ready(index + 1)
         for piece in plan.own[done:]:
             self._compute_own(piece, compute)
         for filler in fillers:
             filler()
-        if serial:
+        if self._serial:
             p2p_work.mark_ready(len(plan.messages))
         for index in range(len(plan.messages), 2 * len(plan.messages)):
             p2p_work.wait(index)

@@ -64,12 +64,8 @@ class MLPExperts:
     ) -> Activated:
         """Writes `y` of some of the `whole` rows of an expert."""
         hidden, probs = _mm(x, self.fc1[expert].weight.t(), whole), probs.clone()
-        if keep_output:
-            activated = self._activate(hidden, probs)
-            assert activated.output is not None
-            output = activated.output.detach()
-        else:
-            activated, output = Activated(hidden, probs, None), self.activation(hidden, probs)
+        activated = self._activate(hidden, probs) if keep_output else Activated(hidden, probs, None)
+        output = self.activation(hidden, probs) if activated.output is None else activated.output.detach()
         _mm(output, self.fc2[expert].weight.t(), whole, out=y)
         return activated
 
@@ -114,17 +110,13 @@ class MLPExperts:
         needed: tuple[bool, ...],
         buffer_pool: BufferPool,
     ) -> tuple[list[Callable[[], None]], list[WeightGradient | None]]:
-        """Weight gradients of whole experts.
+        """The calls that compute the weight gradients, and for each of `weights` its gradient after all calls.
 
         Args:
             experts: the rows of each expert.
             x, dhidden: input of the first layer and gradient of its output, all rows.
             activated, dy: input of the second layer and gradient of its output.
             needed: for each of `weights` whether it has a gradient.
-            buffer_pool: provides temporary buffers.
-
-        Returns:
-            The calls that compute the gradients, and for each of `weights` its gradient after all calls.
         """
         gradients = [
             WeightGradient(each.weight, WgradTarget(each.main_grad, each.done, buffer_pool)) if need else None

@@ -1,7 +1,7 @@
 """Expert parallelism inside one micro-batch: overlapped dispatch, expert MLPs and combine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import batched, chain, starmap
 from typing import Any, Literal, NamedTuple
 
@@ -116,10 +116,6 @@ def _saved_tensors_have_hooks() -> bool:
     return active is None or active(True) is not None
 
 
-_Running = tuple[ExpertPass, torch.Tensor, dict[Segment, Activated]]
-"""A pass between its two autograd nodes, the tokens that forward received, and in backward what it activated."""
-
-
 @dataclass(slots=True)
 class _Call:
     transport: Transport
@@ -131,18 +127,8 @@ class _Call:
     needs_grad: bool
     keep_output: bool
     observer: Observer | None
-    running: _Running | None = None
-
-    def begin(self, expert_pass: ExpertPass, expert_x: torch.Tensor, activated: dict[Segment, Activated]) -> None:
-        """Keeps a pass until `take_running`; a serial pass receives all messages of dispatch here."""
-        if self.serial:
-            expert_pass.wait_dispatch()
-        self.running = expert_pass, expert_x, activated
-
-    def take_running(self) -> _Running:
-        running, self.running = self.running, None
-        assert running is not None
-        return running
+    running: list[tuple[ExpertPass, torch.Tensor, dict[Segment, Activated]]] = field(default_factory=list)
+    """The pass between its two autograd nodes, the tokens that forward received, and in backward what it activated."""
 
     def take(self, name: str, width: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer with a row for each expert row."""
@@ -170,9 +156,9 @@ class _Begin(torch.autograd.Function):
         x, probs = x.contiguous(), probs.contiguous()
         y = torch.empty_like(x)
         inputs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
-        outputs = (call.take("y", x.shape[1], x),)
-        expert_pass = ExpertPass(call.transport, plan, "expert_parallel", (x, probs), inputs, outputs, (y,))
-        call.begin(expert_pass, inputs[0], {})
+        dispatch, combine = ((x, probs), inputs), ((call.take("y", x.shape[1], x),), (y,))
+        expert_pass = ExpertPass(call.transport, plan, "expert_parallel", dispatch, combine, serial=call.serial)
+        call.running.append((expert_pass, inputs[0], {}))
         ctx.call = call
         return x.new_empty(0)
 
@@ -180,7 +166,7 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
-        expert_pass, expert_x, activated = call.take_running()
+        expert_pass, expert_x, activated = call.running.pop()
         (expert_dy,), (dx, dprobs) = expert_pass.inputs, expert_pass.results
         output = call.take("activated", experts.fc2[0].weight.shape[1], dx)
         dhidden = call.take("dhidden", experts.fc1[0].weight.shape[0], dx)
@@ -192,7 +178,7 @@ class _Begin(torch.autograd.Function):
 
         needed = ctx.needs_input_grad[3:]
         fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
-        expert_pass.finish(compute, fixed_order=call.fixed_order, serial=call.serial, fillers=fillers)
+        expert_pass.finish(compute, fixed_order=call.fixed_order, fillers=fillers)
         call.observe("dgrad", expert_pass.send_bytes)
         if fillers:
             call.observe("wgrad")
@@ -204,7 +190,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
-        expert_pass, expert_x, activated = call.take_running()
+        expert_pass, expert_x, activated = call.running.pop()
         (_, expert_probs), (y,) = expert_pass.inputs, expert_pass.results
 
         def compute(segment: Segment, outputs: Rows) -> None:
@@ -214,7 +200,7 @@ class _Finish(torch.autograd.Function):
             if call.needs_grad:
                 activated[segment] = made
 
-        expert_pass.finish(compute, fixed_order=call.fixed_order, serial=call.serial)
+        expert_pass.finish(compute, fixed_order=call.fixed_order)
         ctx.call = call
         # Recomputation expects the saved tensors of a call in one order, whatever the order of arrival.
         ctx.segments = sorted(activated)
@@ -230,8 +216,9 @@ class _Finish(torch.autograd.Function):
         width = dy.shape[1]
         dx, dprobs = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
         expert_dprobs = call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs)
-        inputs, outputs = (call.take("dy", width, dy),), (call.take("dx", width, dy), expert_dprobs)
+        dispatch = (dy,), (call.take("dy", width, dy),)
+        combine = (call.take("dx", width, dy), expert_dprobs), (dx, dprobs)
         op = "expert_parallel dgrad"
-        expert_pass = ExpertPass(call.transport, call.plan, op, (dy,), inputs, outputs, (dx, dprobs))
-        call.begin(expert_pass, expert_x, activated)
+        expert_pass = ExpertPass(call.transport, call.plan, op, dispatch, combine, serial=call.serial)
+        call.running.append((expert_pass, expert_x, activated))
         return dy.new_empty(0), None
