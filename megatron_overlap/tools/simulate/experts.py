@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, StreamBuilder, in_order, run_program
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, in_order, run_program
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
 
@@ -137,11 +137,15 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    steps, link = StreamBuilder(), model.link(experts.parallel)
+    # On a device NCCL's kernels carry the messages. The next one starts when it has ended.
+    on_device, link = model.on_device, model.link(experts.parallel)
+    steps = Stream(0.0 if on_device else None)
 
     def send(segments: Segments, peer: int) -> int:
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
-        return steps.send(float(num_bytes), link.copy_rate / layer.link(peer).copy_rate)
+        peer_link = layer.link(peer)
+        queued_us = peer_link.latency_us + model.launch_us if on_device else 0.0
+        return steps.send(float(num_bytes), link.copy_rate / peer_link.copy_rate, queued_us=queued_us)
 
     for message in plan.messages:
         send(message.sent, message.to)
@@ -157,9 +161,4 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     steps.compute(0.0, *combined)
-    if not model.on_device:
-        return run_program(in_order(steps.stream()), model, link, "copy")
-    # NCCL's kernels carry the messages. The next one starts when it has ended.
-    peers = [message.to for message in plan.messages] + [message.source for message in plan.messages]
-    queued_us = tuple(layer.link(peer).latency_us + model.launch_us for peer in peers)
-    return run_program(in_order(steps.stream(latency_us=0.0, queued_us=queued_us)), model, link, "message")
+    return run_program(in_order(steps), model, link, "message" if on_device else "copy")

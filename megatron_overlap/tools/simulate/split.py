@@ -14,7 +14,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, StreamBuilder, run_program
+from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.passes import Op, Pass
@@ -105,28 +105,6 @@ class _PartLayers(Layers):
         return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
 
 
-class _Part(StreamBuilder):
-    """The stream of one part. Each message is a collective."""
-
-    def __init__(self, layers: _PartLayers) -> None:
-        super().__init__()
-        self.layers = layers
-        self.kinds: list[CollectiveKind] = []
-
-    def collective(self, kind: CollectiveKind) -> int:
-        """A collective after all work so far; returns its number."""
-        self.kinds.append(kind)
-        return self.send(self.layers.message_bytes)
-
-    def build(self) -> Stream:
-        """The stream of all steps."""
-        if not self.layers.model.on_device:
-            return self.stream()
-        by_copies = self.layers.gathers_by_copies
-        movers: list[Mover] = ["copy" if kind == "all_gather" and by_copies else "message" for kind in self.kinds]
-        return self.stream(0.0, tuple(map(self.layers.fixed_us, self.kinds)), tuple(movers))
-
-
 class _Schedule:
     """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation.
 
@@ -134,17 +112,21 @@ class _Schedule:
     """
 
     def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
-        self._steps, self._collectives = steps, collectives
+        self._layers, self._steps, self._collectives = layers, steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
-        self.parts = [_Part(each) for each in layers]
+        self.parts = [Stream(0.0 if each.model.on_device else None) for each in layers]
         self.order: list[tuple[int, int]] = []
-
-    def program(self) -> Program:
-        """The program of all steps."""
-        return Program(tuple(part.build() for part in self.parts), tuple(self.order))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self.parts[part].compute(time_us, *needs)))
+
+    def _collective(self, part: int, kind: CollectiveKind) -> int:
+        """A collective of a part after all its work so far, as one message."""
+        layers = self._layers[part]
+        if not layers.model.on_device:
+            return self.parts[part].send(layers.message_bytes)
+        mover: Mover = "copy" if kind == "all_gather" and layers.gathers_by_copies else "message"
+        return self.parts[part].send(layers.message_bytes, queued_us=layers.fixed_us(kind), mover=mover)
 
     def forward(self) -> None:
         """Each step starts the next one after its first GEMM."""
@@ -152,7 +134,7 @@ class _Schedule:
 
         def start(part: int, index: int) -> None:
             self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
-            gathers[part] = self.parts[part].collective("all_gather")
+            gathers[part] = self._collective(part, "all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -162,7 +144,7 @@ class _Schedule:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
-            scatters[part] = self.parts[part].collective("reduce_scatter")
+            scatters[part] = self._collective(part, "reduce_scatter")
         for part in range(2):
             self._compute(part, 0.0, scatters[part])
 
@@ -179,9 +161,9 @@ class _Schedule:
         def start(part: int, index: int) -> None:
             wgrads()
             self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
-            of_output[part] = self.parts[part].collective("all_gather")
+            of_output[part] = self._collective(part, "all_gather")
             if not self._collectives:
-                of_input[part] = self.parts[part].collective("all_gather")
+                of_input[part] = self._collective(part, "all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -189,7 +171,7 @@ class _Schedule:
             wgrads()
             if self._collectives:
                 self._compute(part, 0.0, of_output[part])
-                of_input[part] = self.parts[part].collective("all_gather")
+                of_input[part] = self._collective(part, "all_gather")
             self._compute(part, step.row, of_output[part])
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
@@ -197,7 +179,7 @@ class _Schedule:
             if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
-            scatters[part] = self.parts[part].collective("reduce_scatter")
+            scatters[part] = self._collective(part, "reduce_scatter")
             postponed.append((part, step.column_wgrad, gathered))
         wgrads()
         for part in range(2):
@@ -239,10 +221,10 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         layers = parts[::-1] if backward else parts
         schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
-        simulated = run_program(schedule.program(), model, whole.tensor_link)
+        simulated = run_program(Program(tuple(schedule.parts), tuple(schedule.order)), model, whole.tensor_link)
         gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
-        num_gathers = sum(kind == "all_gather" for part in schedule.parts for kind in part.kinds)
+        num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
             f"{split} parts{' grad' if backward else ''}",
