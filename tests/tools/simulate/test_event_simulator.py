@@ -154,9 +154,9 @@ def test_communication_slows_computation_down() -> None:
 
 
 def test_additions_wait_for_their_messages_and_the_gemm_does_not() -> None:
-    """Two ranks over a ring: a GEMM of half the rows, and one beside the message, which the sum waits for."""
-    simulated = linear(LinearOverlap("p2p", "ring", 1), 2, 6.0, 5.0).row_forward()
-    assert simulated.time_us == pytest.approx(3.0 + 5.0)
+    """Two ranks over a ring: a GEMM of half the rows, one beside the message, and a sum of 1 us after the message."""
+    simulated = linear(LinearOverlap("p2p", "ring", 1), 2, 6.0, 5.0, memory_gbps=3 * ROWS * WIDTH / 1e3).row_forward()
+    assert simulated.time_us == pytest.approx(3.0 + 5.0 + 1.0)
     assert simulated.exposed_us == pytest.approx(2.0)
 
 
