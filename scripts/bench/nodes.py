@@ -59,7 +59,7 @@ class NodesLab(Netlab):
         up = [f"link set {INTERFACE} addrgenmode none", f"link set {INTERFACE} up"]
         _batch(self.wrap(host, [_tool("ip"), "-batch", "-"]), [*up, *routes])
         for command, end in ((self.wrap_switch, port), (lambda argv: self.wrap(host, argv), INTERFACE)):
-            qdiscs = [f"qdisc add dev {end} {line}" for line in self._link.in_qdiscs()]
+            qdiscs = [f"qdisc add dev {end} {line}" for line in self._link.qdiscs(delayed=False)]
             _batch(command([_tool("tc"), "-batch", "-"]), qdiscs)
 
 

@@ -143,9 +143,10 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
         return 1
     console.print(steps_table(result))
     overlapped = "the plugin was off"
-    if result.report is not None:
-        overlapped = f"{result.report.overlapped_calls} calls overlapped"
-        for calls in result.report.fallbacks:
+    report = result.overlapped.report
+    if report is not None:
+        overlapped = f"{report.overlapped_calls} calls overlapped"
+        for calls in report.fallbacks:
             print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
     for failure in result.failures:
         print(f"{cfg.name}: {failure}", file=sys.stderr)

@@ -63,20 +63,13 @@ class Link:
         # that the kernel does not split segments.
         return self.burst_bytes or max(64 * 1024, int(self.gbps * 1e9 / 8 * 0.5e-3))
 
-    def shaper(self) -> str:
-        """The token bucket filter in the syntax of `tc`."""
-        return f"tbf rate {round(self.gbps * 1e9)}bit burst {self.burst}b latency 400ms"
-
-    def out_qdiscs(self) -> list[str]:
-        """`tc qdisc add dev ...` arguments for the end of the host, which limits its outgoing traffic."""
-        if not self.latency_ms:
-            return [f"root {self.shaper()}"]
+    def qdiscs(self, *, delayed: bool) -> list[str]:
+        """`tc qdisc add dev ...` arguments for the bridge's end, or the host's, which is `delayed` by the latency."""
+        shaper = f"tbf rate {round(self.gbps * 1e9)}bit burst {self.burst}b latency 400ms"
+        if not (delayed and self.latency_ms):
+            return [f"root {shaper}"]
         delay = f"root handle 1: netem delay {round(self.latency_ms * 1000)}us limit 100000"
-        return [delay, f"parent 1:1 handle 2: {self.shaper()}"]
-
-    def in_qdiscs(self) -> list[str]:
-        """`tc qdisc add dev ...` arguments for the end of the bridge, which limits incoming traffic of the host."""
-        return [f"root {self.shaper()}"]
+        return [delay, f"parent 1:1 handle 2: {shaper}"]
 
 
 class Netlab:
@@ -208,10 +201,9 @@ class Netlab:
         return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace)), *argv]
 
     def _spec(self) -> dict[str, Any]:
-        addresses = [f"{self.address(host)}/{_NETWORK.prefixlen}" for host in range(self.hosts)]
-        hosts = [
-            {"address": address, "out_qdiscs": link.out_qdiscs(), "in_qdiscs": link.in_qdiscs()}
-            for address, link in zip(addresses, self.links, strict=True)
-        ]
+        hosts = []
+        for host, link in enumerate(self.links):
+            qdiscs = {"out_qdiscs": link.qdiscs(delayed=True), "in_qdiscs": link.qdiscs(delayed=False)}
+            hosts.append({"address": f"{self.address(host)}/{_NETWORK.prefixlen}", **qdiscs})
         lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
         return {**lab, "hosts": hosts}

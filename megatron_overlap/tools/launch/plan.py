@@ -1,7 +1,6 @@
 """Plan a launch: the command of every rank, or a Slurm batch file. `plan` is pure; `execute` runs the ranks."""
 
 import contextlib
-import dataclasses
 import os
 import shlex
 import sys
@@ -18,7 +17,7 @@ from megatron_overlap.config.launch import HostsConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, run_ranks
-from megatron_overlap.tools.launch.ranks import inside, loopback_env, worker_commands
+from megatron_overlap.tools.launch.ranks import loopback_env, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 
@@ -167,31 +166,25 @@ def execute(
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
-    lab, hosts = launch_plan.lab, launch_plan.config.launch.hosts
-    if lab is None or hosts is None:
-        return _run(launch_plan, on_line)
-    try:
-        lab.open()
-    except NetlabError as error:
-        if hosts.fallback != "loopback":
-            raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
-        on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
-        return _run(plan(over_loopback(launch_plan.config), launch_plan.run_dir), on_line)
-    with contextlib.closing(lab):
-        commands = tuple(inside(lab, launch_plan.commands))
-        return _run(dataclasses.replace(launch_plan, commands=commands), on_line)
-
-
-def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> float:
     config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.config_path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
-        file.write(dump_config(config))
-    os.replace(file.name, path)
-    return run_ranks(
-        launch_plan.commands, timeout_s=config.launch.timeout_s, log_dir=launch_plan.log_dir, on_line=on_line
-    )
+    commands, lab, hosts = launch_plan.commands, launch_plan.lab, config.launch.hosts
+    with contextlib.ExitStack() as stack:
+        if lab is not None and hosts is not None:
+            try:
+                stack.enter_context(lab)
+            except NetlabError as error:
+                if hosts.fallback != "loopback":
+                    raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
+                on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
+                config, lab = over_loopback(config), None
+                commands = plan(config, folder).commands
+        folder.mkdir(parents=True, exist_ok=True)
+        # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
+            file.write(dump_config(config))
+        os.replace(file.name, path)
+        timeout_s, logs = config.launch.timeout_s, launch_plan.log_dir
+        return run_ranks(commands, timeout_s=timeout_s, log_dir=logs, lab=lab, on_line=on_line)
 
 
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id

@@ -6,6 +6,7 @@ A rank has one queue of computation, which runs slower while the rank communicat
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
@@ -22,7 +23,7 @@ class Transfer:
         after_message: message of the stream that arrives before it.
         stretch: factor on the transfer time.
         queued_us: fixed time in the queue of sends, where no other message overlaps it.
-        mover: what moves it; None: as in `run_program`.
+        mover: what moves it; None: as in `run_streams`.
     """
 
     num_bytes: float
@@ -62,14 +63,6 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """Streams of one rank that communicate concurrently, and (stream, index of work) in computation order."""
-
-    streams: tuple[Stream, ...]
-    order: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """Result of a simulation: the end of the last computation and message, and the messages with bytes.
 
@@ -90,12 +83,6 @@ class SimulatedRun:
         return self.time_us - self.compute_us
 
 
-def in_order(*streams: Stream) -> Program:
-    """The program that computes the streams one after the other."""
-    order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work))]
-    return Program(streams, tuple(order))
-
-
 @dataclass(slots=True)
 class _InTransit:
     """A message in transit: `left` is bytes, times are in us."""
@@ -111,9 +98,11 @@ class _InTransit:
 
 
 class _Simulation:
-    def __init__(self, program: Program, model: CostModel, link: Link, kind: Mover) -> None:
-        count = len(program.streams)
-        self.program, self.model, self.link, self.kind = program, model, link, kind
+    def __init__(
+        self, streams: Sequence[Stream], order: Sequence[tuple[int, int]], model: CostModel, link: Link, kind: Mover
+    ) -> None:
+        count = len(streams)
+        self.streams, self.order, self.model, self.link, self.kind = streams, order, model, link, kind
         self.port_rate = link.collective_rate if kind == "collective" else link.copy_rate
         # Half of the delay is before a message leaves, half before the receiver processes it.
         self.busy_us = 0.0 if kind == "collective" else model.busy_us / 2
@@ -129,7 +118,7 @@ class _Simulation:
     def post(self) -> bool:
         """Post the messages that may leave, in plan order. A collective waits for the previous one of its stream."""
         progress = False
-        for number, stream in enumerate(self.program.streams):
+        for number, stream in enumerate(self.streams):
             planned = stream.messages
             at = self.posted[number]
             if at == len(planned) or (self.kind == "collective" and at > self.sent[number]):
@@ -151,10 +140,10 @@ class _Simulation:
 
     def compute(self) -> bool:
         """Start the next work if the rank is idle and the messages of the work have arrived."""
-        if self.computing or self.next_work == len(self.program.order):
+        if self.computing or self.next_work == len(self.order):
             return False
-        number, index = self.program.order[self.next_work]
-        time_us, needs = self.program.streams[number].work[index]
+        number, index = self.order[self.next_work]
+        time_us, needs = self.streams[number].work[index]
         arrived = self.arrived[number]
         if any(k not in arrived for k in needs):
             return False
@@ -182,7 +171,7 @@ class _Simulation:
         speed = 1.0
         if self.computing and moving:
             # Messages of several movers are sent one after another.
-            kind = self.program.streams[moving[0].stream].messages[moving[0].index].mover or self.kind
+            kind = self.streams[moving[0].stream].messages[moving[0].index].mover or self.kind
             speed = self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
@@ -199,7 +188,7 @@ class _Simulation:
         if self.computing:
             self.left -= step * speed
             if self.left <= _DONE * max(1.0, self.now):
-                number, index = self.program.order[self.next_work]
+                number, index = self.order[self.next_work]
                 self.computing = False
                 self.compute_us += self.now - self.started
                 self.next_work += 1
@@ -211,7 +200,7 @@ class _Simulation:
         for message in self.messages:
             has_arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
             if has_arrived and not message.arrived:
-                size = self.program.streams[message.stream].messages[message.index].num_bytes
+                size = self.streams[message.stream].messages[message.index].num_bytes
                 self.sent[message.stream] = message.index + 1
                 message.arrived, message.rate = True, 0.0
                 message.noticed = self.now + (self.busy_us if size > 0 and self.computing else 0.0)
@@ -222,13 +211,25 @@ class _Simulation:
         self.messages = remaining
 
 
-def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "copy") -> SimulatedRun:
-    """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
+def run_streams(
+    streams: Sequence[Stream],
+    model: CostModel,
+    link: Link,
+    kind: Mover = "copy",
+    order: Sequence[tuple[int, int]] | None = None,
+) -> SimulatedRun:
+    """Simulate rank 0 for all ranks: its messages arrive when its own messages leave.
+
+    Args:
+        streams: communicate concurrently.
+        order: (stream, index of work) in computation order; None: the streams one after the other.
 
     Raises:
         ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
-    simulation = _Simulation(program, model, link, kind)
+    if order is None:
+        order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work))]
+    simulation = _Simulation(streams, order, model, link, kind)
     while True:
         while simulation.post() | simulation.compute():
             pass
@@ -236,8 +237,8 @@ def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "c
         if not simulation.messages and not simulation.computing:
             break
         simulation.advance()
-    sizes = [message.num_bytes for stream in program.streams for message in stream.messages]
-    if sum(simulation.posted) < len(sizes) or simulation.next_work < len(program.order):
+    sizes = [message.num_bytes for stream in streams for message in stream.messages]
+    if sum(simulation.posted) < len(sizes) or simulation.next_work < len(order):
         raise ValueError(f"program: deadlock at work {simulation.next_work}; verify its plan")
     return SimulatedRun(
         simulation.now,

@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CostModel, Link
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, in_order, run_program
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
 
@@ -161,4 +161,4 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     steps.compute(0.0, *combined)
-    return run_program(in_order(steps), model, link, "message" if on_device else "copy")
+    return run_streams([steps], model, link, "message" if on_device else "copy")

@@ -31,14 +31,7 @@ from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks
 from megatron_overlap.schedules.plan import Pattern, Split
-from megatron_overlap.tools.simulate.event_simulator import (
-    Program,
-    SimulatedRun,
-    Stream,
-    Transfer,
-    in_order,
-    run_program,
-)
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -99,7 +92,7 @@ class Linear:
         if self.overlap.method in ("serial", "stock") or self.link.size == 1:
             return self._sequential([("compute", self.model.gemm_us(self.rows, n, k)), ("reduce_scatter", n)])
         kind: Mover = "collective" if self.overlap.method in ("sliced", "userbuffers") else self._mover
-        return self._run(kind, *map(in_order, self._scatters(n, k)))
+        return self._fastest(kind, self._scatters(n, k))
 
     def column_backward(self) -> SimulatedRun:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
@@ -115,18 +108,13 @@ class Linear:
         if method in ("p2p", "fused", "sliced"):
             steps.compute(self.wgrad_us, *gathered)
             wgrad = self._regather() if self._queued and gathered else steps
-            candidates = []
-            for scatter in self._scatters(width, self.out_features):
-                order = [(0, k) for k in range(len(scatter.work))]
-                order.insert(scatter.last_sums, (1, 0))
-                candidates.append(Program((scatter, wgrad), tuple(order)))
-            return self._run(self._mover, *candidates)
+            return self._fastest(self._mover, self._scatters(width, self.out_features), wgrad)
         # Each collective overlaps the GEMM that does not depend on it.
         steps.compute(dgrad_us)
         scattered = self._send(steps, "reduce_scatter", self.rows, width)
         steps.compute(self.wgrad_us, *gathered)
         steps.compute(0.0, scattered)
-        return self._run("collective", in_order(steps))
+        return self._fastest("collective", [steps])
 
     def row_backward(self) -> SimulatedRun:
         """`dx = all_gather(dy_shard) @ w`, `dw = all_gather(dy_shard).T @ x`."""
@@ -199,7 +187,7 @@ class Linear:
             streams, kind = self._streams("all_gather", n, k), self._mover
         for stream in streams:
             stream.compute(then_us)
-        return self._run(kind, *map(in_order, streams))
+        return self._fastest(kind, streams)
 
     def _scatters(self, n: int, k: int) -> list[Stream]:
         """A GEMM from width k to width n, and the reduce-scatter of its result."""
@@ -304,11 +292,17 @@ class Linear:
                 needs = ()
             elif self.link.size > 1:
                 needs = (self._send(built, what, self.rows, int(amount)),)
-        return self._run("collective", in_order(built))
+        return self._fastest("collective", [built])
 
-    def _run(self, kind: Mover, *programs: Program) -> SimulatedRun:
-        """The fastest of the programs."""
-        runs = (run_program(program, self.model, self.link, kind) for program in programs)
+    def _fastest(self, kind: Mover, streams: Sequence[Stream], wgrad: Stream | None = None) -> SimulatedRun:
+        """The fastest of the streams, each with the weight gradient of another stream before its last sums."""
+        runs = []
+        for stream in streams:
+            order = [(0, k) for k in range(len(stream.work))]
+            if wgrad is not None:
+                order.insert(stream.last_sums, (1, 0))
+            both = [stream] if wgrad is None else [stream, wgrad]
+            runs.append(run_streams(both, self.model, self.link, kind, order))
         return min(runs, key=lambda simulated: simulated.time_us)
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, run_program
+from megatron_overlap.tools.simulate.event_simulator import Stream, run_streams
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.passes import Op, Pass
@@ -221,7 +221,7 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         layers = parts[::-1] if backward else parts
         schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
-        simulated = run_program(Program(tuple(schedule.parts), tuple(schedule.order)), model, whole.tensor_link)
+        simulated = run_streams(schedule.parts, model, whole.tensor_link, order=schedule.order)
         gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Pattern, part_weights
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, Transfer, in_order, run_program
+from megatron_overlap.tools.simulate.event_simulator import Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap, fastest
 from tests.tools.simulate.machines import machine
 
@@ -119,9 +119,9 @@ def test_a_rank_sends_one_message_at_a_time() -> None:
         second.compute(time_us)
         second.send(1000.0)
     model = machine()
-    simulated = run_program(in_order(first, second), model, model.link(2))
+    simulated = run_streams([first, second], model, model.link(2))
     assert simulated.arrived_us == (pytest.approx((5, 9)), pytest.approx((10, 34)))
-    beside = run_program(in_order(first, second), model, model.link(2), kind="collective")
+    beside = run_streams([first, second], model, model.link(2), kind="collective")
     assert beside.arrived_us[1][0] == pytest.approx(5)
 
 
@@ -130,11 +130,11 @@ def test_slack_is_the_delay_that_causes_no_wait(compute_us: float, slack_us: flo
     """Two messages of 2 us: the first is needed after `compute_us`, the second 3 us later."""
     model = machine()
     one_by_one = stream(4000.0, 2000.0, work=((compute_us, ()), (1.0, (0,)), (2.0, ()), (1.0, (1,))))
-    assert run_program(in_order(one_by_one), model, model.link(2)).slack_us == pytest.approx(slack_us)
+    assert run_streams([one_by_one], model, model.link(2)).slack_us == pytest.approx(slack_us)
     both = stream(4e3, 2e3, work=((10.0, ()), (1.0, (0, 1))))
-    assert run_program(in_order(both), model, model.link(2)).slack_us == pytest.approx(4.0)
+    assert run_streams([both], model, model.link(2)).slack_us == pytest.approx(4.0)
     nothing = stream(work=((compute_us, ()),))
-    assert run_program(in_order(nothing), model, model.link(2)).slack_us == 0.0
+    assert run_streams([nothing], model, model.link(2)).slack_us == 0.0
 
 
 def test_slower_reduce_scatters() -> None:
@@ -147,7 +147,7 @@ def test_slower_reduce_scatters() -> None:
 
 def test_communication_slows_computation_down() -> None:
     model = machine(copy=0.5)
-    simulated = run_program(in_order(stream(4000.0, work=((10.0, ()),))), model, model.link(2))
+    simulated = run_streams([stream(4000.0, work=((10.0, ()),))], model, model.link(2))
     # 4 us beside the message do 2 us of work; the other 8 come after.
     assert simulated.time_us == pytest.approx(12.0)
     assert simulated.exposed_us == pytest.approx(0.0)
@@ -163,7 +163,7 @@ def test_additions_wait_for_their_messages_and_the_gemm_does_not() -> None:
 def test_a_deadlock_is_refused() -> None:
     model = machine()
     with pytest.raises(ValueError, match="deadlock at work 0"):
-        run_program(Program((stream(work=((1.0, (0,)),)),), ((0, 0),)), model, model.link(2))
+        run_streams([stream(work=((1.0, (0,)),))], model, model.link(2))
 
 
 ANY = st.builds(
@@ -200,14 +200,14 @@ def test_slower_links_never_help_and_bounds_hold(
 def test_a_message_waits_for_a_core_while_its_rank_computes(compute_us: float, expected: float) -> None:
     """Two sequential messages of 1 us; each waits up to 2.5 us for a core at the sender and at the receiver."""
     model = machine(busy_us=5.0)
-    program = in_order(stream(1000.0, 1000.0, work=((compute_us, ()), (1.0, (0, 1)))))
-    assert run_program(program, model, model.link(3)).time_us == pytest.approx(expected)
+    one = stream(1000.0, 1000.0, work=((compute_us, ()), (1.0, (0, 1))))
+    assert run_streams([one], model, model.link(3)).time_us == pytest.approx(expected)
 
 
 def test_forwarding_waits_for_a_core_at_the_receiver() -> None:
     """While the rank computes, twice: 2.5 us at the sender, 1 us of transfer, 2.5 us at the receiver."""
     forwarded = [Transfer(1000.0), Transfer(1000.0, after_message=0)]
-    program = in_order(Stream(messages=forwarded, work=[(100.0, ())]))
+    one = Stream(messages=forwarded, work=[(100.0, ())])
     model = machine(busy_us=5.0)
-    simulated = run_program(program, model, model.link(3))
+    simulated = run_streams([one], model, model.link(3))
     assert simulated.arrived_us[0] == pytest.approx((6.0, 12.0))
