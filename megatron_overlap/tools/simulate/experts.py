@@ -92,30 +92,26 @@ class ExpertLayer:
 
 def expert_ops(layer: ExpertLayer, shared: Sequence[Op], backward: bool) -> Sequence[Op]:
     """The operations in place of an MLP; `shared` are those of the shared experts."""
-    name = " grad" if backward else ""
-    ends = [
-        Op(f"router{name}", layer.router_us(backward=backward)),
-        Op(f"permute{name}", layer.moved_us(2 * layer.rows) + layer.moved_us(layer.rows + layer.tokens)),
-    ]
-    if _overlaps(layer):
-        played = _played(layer, sum(op.time_us for op in shared), backward)
-        tensor_us = sum(op.tensor_us for op in shared)
-        enqueue_us = played.num_messages * layer.model.enqueue_us + sum(op.enqueue_us for op in shared)
-        experts = Op(f"experts{name}", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
-        return *ends, experts
-    return *ends, *shared, *_stock_ops(layer, backward)
+    router = Op("router", layer.router_us(backward=backward))
+    permute = Op("permute", layer.moved_us(2 * layer.rows) + layer.moved_us(layer.rows + layer.tokens))
+    if not _overlaps(layer):
+        return router, permute, *shared, *_stock_ops(layer, backward)
+    played = _played(layer, sum(op.time_us for op in shared), backward)
+    tensor_us = sum(op.tensor_us for op in shared)
+    enqueue_us = played.num_messages * layer.model.enqueue_us + sum(op.enqueue_us for op in shared)
+    experts = Op("experts", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
+    return router, permute, experts
 
 
 def _stock_ops(layer: ExpertLayer, backward: bool) -> Sequence[Op]:
-    name = " grad" if backward else ""
-    experts = Op(f"experts{name}", layer.grouped_us(backward=backward))
+    experts = Op("experts", layer.grouped_us(backward=backward))
     if layer.experts.parallel == 1:
         return (experts,)
     num_bytes = layer.rows * layer.hidden * layer.model.item_bytes
     move_us = layer.model.all_to_all_us(num_bytes, layer.experts.parallel)
     # Rows of several experts are sorted by expert after dispatch, and by rank before combine.
-    sort = Op(f"sort{name}", 2 * layer.moved_us(2 * layer.rows) if layer.experts.local > 1 else 0.0)
-    dispatch, combine = (Op(f"{each}{name}", move_us, expert_us=move_us) for each in ("dispatch", "combine"))
+    sort = Op("sort", 2 * layer.moved_us(2 * layer.rows) if layer.experts.local > 1 else 0.0)
+    dispatch, combine = (Op(name, move_us, expert_us=move_us) for name in ("dispatch", "combine"))
     return dispatch, sort, experts, combine
 
 

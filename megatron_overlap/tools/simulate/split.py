@@ -47,7 +47,7 @@ class _PartLayers(Layers):
         attention = sum(op.time_us for each in passes for op in self._attention(backward=each))
         # Fused attention skips the masked scores: half of the own square is left.
         attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
-        core = attention + sum(op.time_us for op in self._rotary(backward=backward))
+        core = attention + self._rotary(backward=backward).time_us
         ffn = self._ffn * (2 if self.job.model.swiglu else 1)
         activation = self._activation(self._ffn, backward=backward).time_us
         attended = self._step(core, self._qkv_width, self._queries, backward)
@@ -59,7 +59,7 @@ class _PartLayers(Layers):
         # One sum reads the received rows and the own rows, and writes the result.
         elements = self.job.hidden_elements
         added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * elements * model.item_bytes)
-        start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", elements).time_us
+        start = added + self._norm(backward=backward).time_us + self._elementwise("add", elements).time_us
         core_us += model.calls_us(self._layer_calls(backward=backward) / 2 + 2 * OVERLAPPED_CALLS)
         if not backward:
             return _Step(start, gemm_us(rows, columns, hidden), core_us, gemm_us(rows, hidden, width))
@@ -222,13 +222,13 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
         simulated = run_streams(schedule.parts, model, whole.tensor_link, order=schedule.order)
-        gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
+        gradients_us = whole.accumulated(job.layer_parameters() / job.tensor).time_us if backward else 0.0
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
             f"{split} parts{' grad' if backward else ''}",
-            simulated.time_us / count + sum(each.time_us for each in gradients),
+            simulated.time_us / count + gradients_us,
             simulated.exposed_us / count,
             sync="before",
             slack_us=simulated.slack_us,
