@@ -7,6 +7,7 @@ without dropout masks.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
 from megatron_overlap.tools.simulate.job import Job
@@ -19,7 +20,7 @@ _RESERVED_GIB = 4.0  # assumed for the CUDA context, library buffers and fragmen
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one rank in GiB, at the stage with the largest total."""
+    """Memory of one rank in GiB. The total includes the reserved memory."""
 
     parameters_and_gradients: float
     optimizer: float
@@ -28,7 +29,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts and the reserved memory."""
         return self.parameters_and_gradients + self.optimizer + self.activations + self.buffer_pool + _RESERVED_GIB
 
 
@@ -73,17 +73,13 @@ def layer_activation_bytes(job: Job) -> float:
     return outside + job.rows * (attention + mlp + experts) * item / job.tensor
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with its step time and memory."""
-
+class Candidate(NamedTuple):
     job: Job
     time: StepTime
     memory: Memory
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """The `best` layouts, fastest first, the number of possible ones, and of those that do not fit in memory."""
 
     best: Sequence[Candidate]
@@ -99,10 +95,9 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
     """
     capacity = model.profile.device.memory_gib.value
     tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node)]
-    fitting = [(layout, memory) for layout, memory in tried if memory.total <= capacity]
-    found = (Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting)
-    best = sorted(found, key=lambda candidate: candidate.time.step_us)[:keep]
-    return Sweep(best, len(tried), len(tried) - len(fitting))
+    found = [Candidate(one, simulate_step(one, model), memory) for one, memory in tried if memory.total <= capacity]
+    found.sort(key=lambda candidate: candidate.time.step_us)
+    return Sweep(found[:keep], len(tried), len(tried) - len(found))
 
 
 def layouts(job: Job, per_node: int) -> Iterator[Job]:
