@@ -1,11 +1,11 @@
 """Passes of one rank: transformer layer, embedding and logits, forward and backward, and the passes of generation."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES, CollectiveKind, CostModel, Link
+from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES, CollectiveKind, CostModel
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
@@ -24,7 +24,6 @@ _LAST_CALLS = (66, 50)
 OVERLAPPED_CALLS = 23  # additional ones of one pass of an overlapped linear layer, the mean of 18 passes
 
 
-@dataclass(frozen=True)
 class Layers:
     """The passes of a job with the costs of a machine.
 
@@ -35,15 +34,16 @@ class Layers:
     of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
 
-    job: Job
-    model: CostModel
-    forward_only: bool = False
-    cached: int = 0
-
-    @cached_property
-    def tensor_link(self) -> Link:
-        """Link between tensor parallel ranks, which are adjacent in a node."""
-        return self.model.link(self.job.tensor)
+    def __init__(self, job: Job, model: CostModel, *, forward_only: bool = False, cached: int = 0) -> None:
+        self.job, self.model, self.forward_only, self.cached = job, model, forward_only, cached
+        self.tensor_link = model.link(job.tensor)  # tensor parallel ranks are adjacent in a node
+        shape = job.model
+        # Columns of one rank.
+        self._ffn = shape.ffn_hidden_size // job.tensor
+        self._fc1_width = self._ffn * (2 if shape.swiglu else 1)
+        self._queries = shape.head_size * shape.num_attention_heads // job.tensor
+        self._keys = shape.head_size * shape.num_query_groups // job.tensor
+        self._qkv_width = self._queries + 2 * self._keys
 
     @cached_property
     def forward(self) -> Pass:
@@ -146,22 +146,6 @@ class Layers:
         # The host may take longer to enqueue the messages than the device to run the operations.
         host_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
         return with_rank_skew([*ops, Op("host", host_us)] if host_us > 0 else ops, self.model.late_us)
-
-    @property
-    def _ffn(self) -> int:
-        return self.job.model.ffn_hidden_size // self.job.tensor
-
-    @property
-    def _qkv_width(self) -> int:
-        return self._queries + 2 * self._keys
-
-    @property
-    def _queries(self) -> int:
-        return self.job.model.head_size * self.job.model.num_attention_heads // self.job.tensor
-
-    @property
-    def _keys(self) -> int:
-        return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
 
     def _layer_calls(self, *, backward: bool) -> int:
         return _LAYER_CALLS[backward] + (_ROTARY_CALLS[backward] if self.job.model.rotary else 0)

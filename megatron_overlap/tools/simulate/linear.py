@@ -41,7 +41,6 @@ SLICES = 4
 
 _CHUNKS = (1, 2, 4, 8)
 _Collective = Literal["all_gather", "reduce_scatter"]
-_Step = tuple[_Collective | Literal["compute"], float]
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,10 @@ class Linear:
         """`y_shard = reduce_scatter(x @ w.T)`."""
         n, k = self.out_features, self.in_features
         if self.overlap.method in ("serial", "stock") or self.link.size == 1:
-            return self._sequential([("compute", self.model.gemm_us(self.rows, n, k)), ("reduce_scatter", n)])
+            steps = self._collectives()
+            steps.compute(self.model.gemm_us(self.rows, n, k))
+            self._send(steps, "reduce_scatter", self.rows, n)
+            return self._fastest("collective", [steps])
         kind: Mover = "collective" if self.overlap.method in ("sliced", "userbuffers") else self._mover
         return self._fastest(kind, self._scatters(n, k))
 
@@ -98,22 +100,19 @@ class Linear:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
         width, method, saved = self.in_features, self.overlap.method, self.overlap.save_gathered
         dgrad_us = self.model.gemm_us(self.rows, width, self.out_features)
-        # wgrad needs the gathered input: gathered again, or saved by the forward.
-        if method in ("serial", "compiled") or self.link.size == 1:
-            sequence: list[_Step] = [] if saved else [("all_gather", width)]
-            sequence += [("compute", dgrad_us), ("reduce_scatter", width), ("compute", self.wgrad_us)]
-            return self._sequential(sequence)
         steps = self._collectives()
-        gathered = () if saved else (self._send(steps, "all_gather", self.rows, width),)
-        if method in ("p2p", "fused", "sliced"):
+        # wgrad needs the gathered input: gathered again, or saved by the forward.
+        gathered = () if saved else self._send(steps, "all_gather", self.rows, width)
+        if method in ("p2p", "fused", "sliced") and self.link.size > 1:
             steps.compute(self.wgrad_us, *gathered)
             wgrad = self._regather() if self._queued and gathered else steps
             return self._fastest(self._mover, self._scatters(width, self.out_features), wgrad)
-        # Each collective overlaps the GEMM that does not depend on it.
-        steps.compute(dgrad_us)
+        # Unless all is sequential, each collective overlaps the GEMM that does not depend on it.
+        sequential = method in ("serial", "compiled")
+        steps.compute(dgrad_us, *(gathered if sequential else ()))
         scattered = self._send(steps, "reduce_scatter", self.rows, width)
-        steps.compute(self.wgrad_us, *gathered)
-        steps.compute(0.0, scattered)
+        steps.compute(self.wgrad_us, *(scattered if sequential else gathered))
+        steps.compute(0.0, *scattered)
         return self._fastest("collective", [steps])
 
     def row_backward(self) -> SimulatedRun:
@@ -172,16 +171,13 @@ class Linear:
     def _gather(self, n: int, k: int, then_us: float = 0.0) -> SimulatedRun:
         """An all-gather of rows of width k and the GEMM to width n, then other work."""
         method = self.overlap.method
-        if method in ("serial", "stock") or self.link.size == 1:
-            gemm_us = self.model.gemm_us(self.rows, n, k)
-            return self._sequential([("all_gather", k), ("compute", gemm_us), ("compute", then_us)])
+        serial = method in ("serial", "stock") or self.link.size == 1
         kind: Mover
-        if method == "sliced":
-            steps = self._collectives()
-            for rows in self._slices:
-                self._send(steps, "all_gather", rows, k)
-            for message, rows in enumerate(self._slices):
-                steps.compute(self.model.gemm_us(rows, n, k), message)
+        if serial or method == "sliced":
+            steps, slices = self._collectives(), [self.rows] if serial else self._slices
+            gathered = [self._send(steps, "all_gather", rows, k) for rows in slices]
+            for messages, rows in zip(gathered, slices, strict=True):
+                steps.compute(self.model.gemm_us(rows, n, k), *messages)
             streams, kind = [steps], "collective"
         else:
             streams, kind = self._streams("all_gather", n, k), self._mover
@@ -193,24 +189,25 @@ class Linear:
         """A GEMM from width k to width n, and the reduce-scatter of its result."""
         if self.overlap.method not in ("sliced", "userbuffers"):
             return self._streams("reduce_scatter", n, k)
-        steps, sent = self._collectives(), []
+        steps, sent = self._collectives(), list[int]()
         for rows in self._slices:
             steps.compute(self.model.gemm_us(rows, n, k))
-            sent.append(self._send(steps, "reduce_scatter", rows, n))
+            sent += self._send(steps, "reduce_scatter", rows, n)
         steps.last_sums = steps.compute(0.0, *sent)
         return [steps]
 
     @property
     def _slices(self) -> list[int]:
-        """Rows of each slice."""
         layout = ChunkLayout(self.rows, SLICES)
         return [layout.shard_rows(index) for index in range(SLICES)]
 
-    def _send(self, steps: Stream, kind: _Collective, rows: int, width: int) -> int:
-        """A collective over so many rows, after all steps so far."""
+    def _send(self, steps: Stream, kind: _Collective, rows: int, width: int) -> tuple[int, ...]:
+        """Adds a collective over so many rows, after all steps so far, if the group has several ranks."""
+        if self.link.size == 1:
+            return ()
         part = (self.link.size - 1) / self.link.size
         slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
-        return steps.send(self._bytes(rows, width) * part, slower)
+        return (steps.send(self._bytes(rows, width) * part, slower),)
 
     def _collectives(self) -> Stream:
         return Stream(self.link.ring_latency_us + self.model.launch_us)
@@ -281,18 +278,6 @@ class Linear:
             return self.model.memory_us(self._bytes(received + 2 * own, width), "sum")
         # An addition reads its terms once and reads and writes the sum.
         return self.model.memory_us(self._bytes(received + 2 * min(received, own), width))
-
-    def _sequential(self, steps: Sequence[_Step]) -> SimulatedRun:
-        """Collectives over rows of a width, and GEMMs of a time, one after the other."""
-        built = self._collectives()
-        needs: tuple[int, ...] = ()
-        for what, amount in steps:
-            if what == "compute":
-                built.compute(amount, *needs)
-                needs = ()
-            elif self.link.size > 1:
-                needs = (self._send(built, what, self.rows, int(amount)),)
-        return self._fastest("collective", [built])
 
     def _fastest(self, kind: Mover, streams: Sequence[Stream], wgrad: Stream | None = None) -> SimulatedRun:
         """The fastest of the streams, each with the weight gradient of another stream before its last sums."""

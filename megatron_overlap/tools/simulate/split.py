@@ -48,14 +48,12 @@ class _PartLayers(Layers):
         # Fused attention skips the masked scores: half of the own square is left.
         attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
         core = attention + self._rotary(backward=backward).time_us
-        ffn = self._ffn * (2 if self.job.model.swiglu else 1)
         activation = self._activation(self._ffn, backward=backward).time_us
         attended = self._step(core, self._qkv_width, self._queries, backward)
-        return attended, self._step(activation, ffn, self._ffn, backward)
+        return attended, self._step(activation, self._fc1_width, self._ffn, backward)
 
     def _step(self, core_us: float, columns: int, width: int, backward: bool) -> _Step:
-        rows, hidden, model = self.job.rows, self.job.model.hidden_size, self.model
-        gemm_us = model.gemm_us
+        rows, hidden, model, gemm_us = self.job.rows, self.job.model.hidden_size, self.model, self.model.gemm_us
         # One sum reads the received rows and the own rows, and writes the result.
         elements = self.job.hidden_elements
         added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * elements * model.item_bytes)
@@ -68,41 +66,33 @@ class _PartLayers(Layers):
 
     def first_rows(self) -> int:
         """Rows of all ranks in the first part of each sequence."""
-        job, hidden, ffn = self.job, self.job.model.hidden_size, self._ffn * (2 if self.job.model.swiglu else 1)
-        gemms = (self._qkv_width, hidden), (hidden, self._queries), (ffn, hidden), (hidden, self._ffn)
+        job, hidden = self.job, self.job.model.hidden_size
+        gemms = (self._qkv_width, hidden), (hidden, self._queries), (self._fc1_width, hidden), (hidden, self._ffn)
         processors, ranks = self.model.profile.device.gemm.processors, job.tensor
         known = processors if processors > 1 else None
         return ranks * balanced_rows(job.seq_length // ranks, ranks, job.micro_batch_size, gemms, self._queries, known)
 
     @property
-    def message_bytes(self) -> float:
-        """Bytes that a rank sends in one all-gather or reduce-scatter."""
-        return (self.job.tensor - 1) * self.job.hidden_elements * self.model.item_bytes
+    def own_bytes(self) -> float:
+        """Bytes of an activation of the part on one rank. The rank sends them to each peer in one collective."""
+        return self.job.hidden_elements * self.model.item_bytes
 
     @property
     def gathers_by_copies(self) -> bool:
         """See `PartGathers`."""
-        overlap, num_bytes = self.job.tensor_overlap, self.job.hidden_elements * self.model.item_bytes
-        if self.tensor_link.copy_us is None or not overlap.copies or overlap.save_gathered:
-            return False
-        return num_bytes >= MIN_COPY_BYTES
+        overlap = self.job.tensor_overlap
+        engines = self.tensor_link.copy_us is not None and overlap.copies and not overlap.save_gathered
+        return engines and self.own_bytes >= MIN_COPY_BYTES
 
     def fixed_us(self, kind: CollectiveKind) -> float:
         """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""
-        link, num_bytes = self.tensor_link, self.job.tensor * self.job.hidden_elements * self.model.item_bytes
+        link = self.tensor_link
         if kind == "all_gather" and self.gathers_by_copies:
             # Each copy has two flags: the buffer is free, and the rows have arrived.
             assert link.copy_us is not None
             return (self.job.tensor - 1) * (link.copy_us + 2 * link.flag_us)
-        return self.model.collective_us(kind, num_bytes, link) - self.message_bytes / link.copy_rate
-
-    def moved(self, split: Split, count: int) -> Op:
-        """The input is divided into parts before `count` layers, and the output is joined after them."""
-        num_bytes = self.job.hidden_elements * self.model.item_bytes
-        # `split_rows` moves most rows to other ranks.
-        exchange_us = self.model.all_to_all_us(num_bytes, self.job.tensor) if split == "sequence" else 0.0
-        copy_us = self.model.memory_us(2 * num_bytes)
-        return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
+        sent_us = (self.job.tensor - 1) * self.own_bytes / link.copy_rate
+        return self.model.collective_us(kind, self.job.tensor * self.own_bytes, link) - sent_us
 
 
 class _Schedule:
@@ -123,10 +113,11 @@ class _Schedule:
     def _collective(self, part: int, kind: CollectiveKind) -> int:
         """A collective of a part after all its work so far, as one message."""
         layers = self._layers[part]
+        num_bytes = (layers.job.tensor - 1) * layers.own_bytes
         if not layers.model.on_device:
-            return self.parts[part].send(layers.message_bytes)
+            return self.parts[part].send(num_bytes)
         mover: Mover = "copy" if kind == "all_gather" and layers.gathers_by_copies else "message"
-        return self.parts[part].send(layers.message_bytes, queued_us=layers.fixed_us(kind), mover=mover)
+        return self.parts[part].send(num_bytes, queued_us=layers.fixed_us(kind), mover=mover)
 
     def forward(self) -> None:
         """Each step starts the next one after its first GEMM."""
@@ -235,6 +226,11 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
             enqueue_us=enqueue_us,
         )
 
-    forward, moved = op(False), whole.moved(split, count)
+    # The input is divided into parts before `count` layers, and the output is joined after them.
+    num_bytes = job.hidden_elements * model.item_bytes
+    # `split_rows` moves most rows to other ranks.
+    exchange_us = model.all_to_all_us(num_bytes, job.tensor) if split == "sequence" else 0.0
+    copy_us = model.memory_us(2 * num_bytes)
+    forward, moved = op(False), Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
     again = [replace(each, name=f"{each.name} again") for each in (moved, forward)] if job.recompute == "full" else []
     return whole.skewed(moved, forward), whole.skewed(*again, moved, op(True))

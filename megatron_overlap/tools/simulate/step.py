@@ -39,13 +39,9 @@ class Unit(NamedTuple):
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
     """The units of one stage in order.
 
-    With several model chunks per stage, stage s has the chunks s, s + stages, ...
-
-    Raises:
-        ValueError: several chunks, and `microbatches` is not a multiple of `stages`.
+    With several model chunks per stage, stage s has the chunks s, s + stages, ..., and `microbatches` is a multiple of
+    `stages`.
     """
-    if chunks > 1 and microbatches % stages:
-        raise ValueError(f"microbatches: {microbatches}: must be a multiple of the {stages} stages when interleaved")
     total = microbatches * chunks
     forwards = [_unit(False, index, stages, chunks) for index in range(total)]
     backwards = [_unit(True, index, stages, chunks) for index in range(total)]
