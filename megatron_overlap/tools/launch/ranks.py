@@ -54,11 +54,10 @@ def worker_commands(
     Raises:
         ValueError: the lab has another number of ranks.
     """
+    ranks_per_host, port = (world_size, free_port()) if lab is None else (lab.ranks_per_host, LAB_PORT)
     if lab is not None and lab.world_size != world_size:
-        places = f"{lab.hosts} hosts of {lab.ranks_per_host}"
+        places = f"{lab.hosts} hosts of {ranks_per_host}"
         raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} ranks, {places}")
-    ranks_per_host = lab.ranks_per_host if lab is not None else world_size
-    port = LAB_PORT if lab is not None else free_port()
     commands = []
     for rank in range(world_size):
         env = {

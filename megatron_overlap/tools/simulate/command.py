@@ -99,15 +99,15 @@ def simulate(
 def _jobs(job: Job) -> dict[str, Job]:
     jobs = {"as configured": job}
     for text, method in _METHODS.items():
-        split: Literal["none", "auto"] = "auto" if method == "auto" else "none"
-        jobs[text] = replace(job, tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies), split=split)
+        overlap = LinearOverlap(method, copies=job.tensor_overlap.copies)
+        jobs[text] = replace(job, tensor_overlap=overlap, split="auto" if method == "auto" else "none")
     for text, parts in _SPLITS.items():
         split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=parts)
         if split_job.used_split == parts:
             jobs[text] = split_job
     if job.experts is not None and job.experts.parallel > 1:
-        for text, overlap in _EXPERTS.items():
-            jobs[text] = replace(job, experts=replace(job.experts, overlap=overlap))
+        for text, way in _EXPERTS.items():
+            jobs[text] = replace(job, experts=replace(job.experts, overlap=way))
     return jobs
 
 

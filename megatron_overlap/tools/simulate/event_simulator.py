@@ -160,7 +160,6 @@ class _Simulation:
                 message.noticed = min(message.noticed, self.now)
 
     def advance(self) -> None:
-        """Advance the clock to the next event."""
         # The messages that use the port share it equally: the first one, or all collectives.
         waiting = [message for message in self.messages if not message.arrived]
         sendable = waiting if self.kind == "collective" else waiting[:1]

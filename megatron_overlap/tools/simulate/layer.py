@@ -47,7 +47,6 @@ class Layers:
 
     @cached_property
     def forward(self) -> Pass:
-        """Forward of one layer."""
         return self.skewed(*self._forward)
 
     @cached_property

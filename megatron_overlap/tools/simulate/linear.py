@@ -87,14 +87,8 @@ class Linear:
 
     def row_forward(self) -> SimulatedRun:
         """`y_shard = reduce_scatter(x @ w.T)`."""
-        n, k = self.out_features, self.in_features
-        if self.overlap.method in ("serial", "stock") or self.link.size == 1:
-            steps = self._collectives()
-            steps.compute(self.model.gemm_us(self.rows, n, k))
-            self._send(steps, "reduce_scatter", self.rows, n)
-            return self._fastest("collective", [steps])
-        kind: Mover = "collective" if self.overlap.method in ("sliced", "userbuffers") else self._mover
-        return self._fastest(kind, self._scatters(n, k))
+        kind: Mover = "collective" if self._slices("reduce_scatter") else self._mover
+        return self._fastest(kind, self._scatters(self.out_features, self.in_features))
 
     def column_backward(self) -> SimulatedRun:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
@@ -121,7 +115,6 @@ class Linear:
         return self._gather(self.in_features, self.out_features, then_us=self.wgrad_us + copy_us)
 
     def enqueue_us(self, run: SimulatedRun) -> float:
-        """Host time of the messages of a pass."""
         return run.num_messages * self.model.enqueue_us if self.overlap.method == "p2p" else 0.0
 
     @cached_property
@@ -170,11 +163,9 @@ class Linear:
 
     def _gather(self, n: int, k: int, then_us: float = 0.0) -> SimulatedRun:
         """An all-gather of rows of width k and the GEMM to width n, then other work."""
-        method = self.overlap.method
-        serial = method in ("serial", "stock") or self.link.size == 1
         kind: Mover
-        if serial or method == "sliced":
-            steps, slices = self._collectives(), [self.rows] if serial else self._slices
+        if slices := self._slices("all_gather"):
+            steps = self._collectives()
             gathered = [self._send(steps, "all_gather", rows, k) for rows in slices]
             for messages, rows in zip(gathered, slices, strict=True):
                 steps.compute(self.model.gemm_us(rows, n, k), *messages)
@@ -187,19 +178,24 @@ class Linear:
 
     def _scatters(self, n: int, k: int) -> list[Stream]:
         """A GEMM from width k to width n, and the reduce-scatter of its result."""
-        if self.overlap.method not in ("sliced", "userbuffers"):
+        slices = self._slices("reduce_scatter")
+        if not slices:
             return self._streams("reduce_scatter", n, k)
         steps, sent = self._collectives(), list[int]()
-        for rows in self._slices:
+        for rows in slices:
             steps.compute(self.model.gemm_us(rows, n, k))
             sent += self._send(steps, "reduce_scatter", rows, n)
         steps.last_sums = steps.compute(0.0, *sent)
         return [steps]
 
-    @property
-    def _slices(self) -> list[int]:
+    def _slices(self, collective: _Collective) -> list[int]:
+        """Rows of each collective; empty: the ranks send messages."""
+        method = self.overlap.method
+        if method in ("serial", "stock") or self.link.size == 1:
+            return [self.rows]
+        sliced = method == "sliced" or (method == "userbuffers" and collective == "reduce_scatter")
         layout = ChunkLayout(self.rows, SLICES)
-        return [layout.shard_rows(index) for index in range(SLICES)]
+        return [layout.shard_rows(index) for index in range(SLICES)] if sliced else []
 
     def _send(self, steps: Stream, kind: _Collective, rows: int, width: int) -> tuple[int, ...]:
         """Adds a collective over so many rows, after all steps so far, if the group has several ranks."""

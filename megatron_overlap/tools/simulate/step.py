@@ -42,9 +42,16 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
     With several model chunks per stage, stage s has the chunks s, s + stages, ..., and `microbatches` is a multiple of
     `stages`.
     """
+
+    def unit(backward: bool, index: int) -> Unit:
+        if chunks == 1:
+            return Unit(backward, 0, index)
+        group, position = divmod(index, stages * chunks)
+        chunk = position // stages
+        return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)
+
     total = microbatches * chunks
-    forwards = [_unit(False, index, stages, chunks) for index in range(total)]
-    backwards = [_unit(True, index, stages, chunks) for index in range(total)]
+    forwards, backwards = ([unit(backward, index) for index in range(total)] for backward in (False, True))
     warm_up = stages - stage - 1
     if chunks > 1:
         warm_up = 2 * warm_up + (chunks - 1) * stages
@@ -58,14 +65,6 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
     """Largest number of chunk activations that a stage saves at the same time."""
     return max(accumulate(-1 if unit.backward else 1 for unit in order(stages, stage, chunks, microbatches)))
-
-
-def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
-    if chunks == 1:
-        return Unit(backward, 0, index)
-    group, position = divmod(index, stages * chunks)
-    chunk = position // stages
-    return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)
 
 
 @dataclass(slots=True)

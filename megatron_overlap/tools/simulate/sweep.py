@@ -7,6 +7,7 @@ without dropout masks.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
@@ -104,21 +105,13 @@ def layouts(job: Job, per_node: int) -> Iterator[Job]:
     """Every possible layout with the number of ranks of the job."""
     world, layers = job.world_size, job.model.num_layers
     powers = [2**exponent for exponent in range(per_node.bit_length())]
-    for tensor in powers:
-        for context in (size for size in powers if tensor * size <= per_node):
-            for pipeline in (size for size in range(1, layers + 1) if layers % size == 0):
-                data, rest = divmod(world, tensor * context * pipeline)
-                if rest or not data:
-                    continue
-                each = layers // pipeline
-                for virtual in sorted({1, each, each // 2 if each % 2 == 0 else 1}) if pipeline > 1 else (1,):
-                    with suppress(ValueError):  # heads, rows or the batch are not divisible
-                        yield replace(
-                            job,
-                            tensor=tensor,
-                            context=context,
-                            pipeline=pipeline,
-                            data=data,
-                            virtual=virtual,
-                            sequence_parallel=tensor > 1,
-                        )
+    stages = [size for size in range(1, layers + 1) if layers % size == 0]
+    for tensor, context, pipeline in product(powers, powers, stages):
+        data, rest = divmod(world, tensor * context * pipeline)
+        if rest or not data or tensor * context > per_node:
+            continue
+        each = layers // pipeline
+        for virtual in sorted({1, each, each // 2 if each % 2 == 0 else 1}) if pipeline > 1 else (1,):
+            sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data, "virtual": virtual}
+            with suppress(ValueError):  # heads, rows or the batch are not divisible
+                yield replace(job, sequence_parallel=tensor > 1, **sizes)
