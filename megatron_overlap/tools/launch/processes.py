@@ -204,14 +204,13 @@ class _Job:
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into `SystemExit`, so that `finally` blocks run. Only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()
 
     def exit_on_signal(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    previous = {n: signal.signal(n, exit_on_signal) for n in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, exit_on_signal) for number in numbers}
     try:
         yield
     finally:
@@ -248,8 +247,7 @@ def run_ranks(
     log_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     deadline = started + timeout_s if timeout_s is not None else float("inf")
-    with _signals_as_exceptions():
-        job = _Job()
+    with _signals_as_exceptions(), contextlib.closing(_Job()) as job:
         try:
             for command in commands:
                 rank, argv = command.rank, command.argv
@@ -261,11 +259,9 @@ def run_ranks(
             failed, running = job.failed(), job.running()
             job.end_all(grace_s if running else 0)
         except BaseException as error:
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: `close` below kills at once
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: `close` kills at once
                 job.end_all(0 if isinstance(error, KeyboardInterrupt) else grace_s)
             raise
-        finally:
-            job.close()
     if failed:
         first, *others = failed
         name = f"rank {first.command.rank} on {first.command.host}"
