@@ -65,10 +65,10 @@ def check(checkout: Path) -> int:
 
 
 def row(checkout: Path, result: Rehearsal, seconds: float) -> str:
-    off, on = result.steps[-1].loss
-    loss = max(deviation(*step.loss) for step in result.steps)
-    norm = max(deviation(*step.grad_norm) for step in result.steps)
-    calls = result.report.overlapped_calls if result.report is not None else 0
+    off, on = result.stock.losses[-1], result.overlapped.losses[-1]
+    loss, norm = (max(deviation(*pair) for pair in pairs) for _, _, pairs in result.columns)
+    report = result.overlapped.report
+    calls = report.overlapped_calls if report is not None else 0
     return f"| {release_of(checkout)} | {off:.7g} | {on:.7g} | {loss:.1e} | {norm:.1e} | {calls} | {seconds:.0f} |"
 
 

@@ -174,18 +174,17 @@ class Runner:
     def _break(self, lab: Netlab, case: Case) -> None:
         port = lab.host_name(case.victim)
         if case.kind == "link cut":
-            _do(lab.wrap_switch(["ip", "link", "set", port, "down"]))
+            _do(lab.wrap(None, ["ip", "link", "set", port, "down"]))
             return
         slow = f"root tbf rate {round(_GBPS * 1e7)}bit burst 4kb latency 400ms".split()
-        _do(lab.wrap_switch(["tc", "qdisc", "replace", "dev", port, *slow]))
+        _do(lab.wrap(None, ["tc", "qdisc", "replace", "dev", port, *slow]))
         _do(lab.wrap(case.victim, ["tc", "qdisc", "replace", "dev", "eth0", *slow]))
 
     def _mend(self, lab: Netlab, victim: int) -> None:
         port = lab.host_name(victim)
-        _do(lab.wrap_switch(["ip", "link", "set", port, "up"]))
-        for command in (lab.wrap_switch(["tc"]), lab.wrap(victim, ["tc"])):
-            device = port if command == lab.wrap_switch(["tc"]) else "eth0"
-            _do([*command, "qdisc", "del", "dev", device, "root"])
+        _do(lab.wrap(None, ["ip", "link", "set", port, "up"]))
+        for host, device in ((None, port), (victim, "eth0")):
+            _do(lab.wrap(host, ["tc", "qdisc", "del", "dev", device, "root"]))
 
 
 def cases(count: int, seed: int, deadline_s: float, kinds: list[str], wanted: list[str]) -> Iterator[Case]:

@@ -80,9 +80,9 @@ def figures(downscaled: LaunchConfig, result: Rehearsal) -> list[str]:
         "DP": downscaled.data_parallel_size,
     }
     layout = " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1)
-    loss = max(deviation(*step.loss) for step in result.steps)
-    norm = max(deviation(*step.grad_norm) for step in result.steps)
-    calls = result.report.overlapped_calls if result.report is not None else 0
+    loss, norm = (max(deviation(*pair) for pair in pairs) for _, _, pairs in result.columns)
+    report = result.overlapped.report
+    calls = report.overlapped_calls if report is not None else 0
     return [layout, f"{loss:.1e}", f"{norm:.1e}", str(calls)]
 
 

@@ -52,15 +52,15 @@ class NodesLab(Netlab):
         if place == 0:
             new = f"link add {bridge} type bridge stp_state 0 forward_delay 0"
             lines[:0] = [new, f"link set {bridge} mtu {mtu} up"]
-        _batch(self.wrap_switch([_tool("ip"), "-batch", "-"]), lines)
+        _batch(self.wrap(None, [_tool("ip"), "-batch", "-"]), lines)
         first = host - place
         peers = [peer for peer in range(first, first + self._hosts_per_node) if peer != host]
         routes = [f"route add {self.address(peer)}/32 dev {INTERFACE} src {self.address(host)}" for peer in peers]
         up = [f"link set {INTERFACE} addrgenmode none", f"link set {INTERFACE} up"]
         _batch(self.wrap(host, [_tool("ip"), "-batch", "-"]), [*up, *routes])
-        for command, end in ((self.wrap_switch, port), (lambda argv: self.wrap(host, argv), INTERFACE)):
-            qdiscs = [f"qdisc add dev {end} {line}" for line in self._link.in_qdiscs()]
-            _batch(command([_tool("tc"), "-batch", "-"]), qdiscs)
+        for side, end in ((None, port), (host, INTERFACE)):
+            qdiscs = [f"qdisc add dev {end} {line}" for line in self._link.qdiscs(delayed=False)]
+            _batch(self.wrap(side, [_tool("tc"), "-batch", "-"]), qdiscs)
 
 
 def _tool(name: str) -> str:

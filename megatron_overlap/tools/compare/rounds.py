@@ -11,7 +11,7 @@ from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
 from megatron_overlap.tools.compare.generation import Workload
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import LaunchPlan, execute, plan
+from megatron_overlap.tools.launch.plan import CONFIG_FILE, LaunchPlan, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
 
@@ -176,7 +176,7 @@ def launch_order(number: int, count: int) -> list[int]:
 
 def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     """The network between the ranks of a finished run, from its folder: the launch may have used a fallback."""
-    config = load_launch_config(launch_plan.config_path)
+    config = load_launch_config(launch_plan.run_dir / CONFIG_FILE)
     hosts = config.launch.hosts
     if hosts is not None:
         described = hosts.model_dump(mode="json", exclude={"fallback"})

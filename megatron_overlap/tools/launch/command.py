@@ -26,7 +26,7 @@ from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import batch_file, execute, plan, unused_folder
+from megatron_overlap.tools.launch.plan import LOG_FOLDER, batch_file, execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.rehearsal import max_local_ranks, permits_table, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
@@ -111,7 +111,7 @@ def launch(
         if text is not None:
             print(text, flush=True)
 
-    print(f"{cfg.name}: {len(planned.commands)} processes, {planned.link}; logs: {planned.log_dir}", flush=True)
+    print(f"{cfg.name}: {len(planned.commands)} processes, {planned.link}; logs: {folder / LOG_FOLDER}", flush=True)
     try:
         wall_s = execute(
             planned, on_line=on_line, on_note=lambda text: print(f"note: {text}", file=sys.stderr, flush=True)
@@ -143,9 +143,10 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
         return 1
     console.print(steps_table(result))
     overlapped = "the plugin was off"
-    if result.report is not None:
-        overlapped = f"{result.report.overlapped_calls} calls overlapped"
-        for calls in result.report.fallbacks:
+    report = result.overlapped.report
+    if report is not None:
+        overlapped = f"{report.overlapped_calls} calls overlapped"
+        for calls in report.fallbacks:
             print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
     for failure in result.failures:
         print(f"{cfg.name}: {failure}", file=sys.stderr)
@@ -201,7 +202,11 @@ def progress_line(line: str) -> str | None:
     line = _TORCHRUN.sub("", line)
     found = _ITERATION.search(line)
     if found is not None:
-        fields = [text.format(_plain(match[1])) for text, pattern in _FIELDS if (match := pattern.search(line))]
+        fields = []
+        for text, pattern in _FIELDS:
+            if match := pattern.search(line):
+                number = match[1]
+                fields.append(text.format(f"{float(number):.6g}" if "E" in number.upper() else number))
         return f"iteration {found[1]}/{found[2]}: {', '.join(fields)}"
     if _EVENTS.search(line) or _REPORT.search(line):
         return line.rstrip()
@@ -216,10 +221,6 @@ def iterations_in(status: Status) -> OnLine:
             status.update(progress_line(line) or "")
 
     return on_line
-
-
-def _plain(number: str) -> str:
-    return f"{float(number):.6g}" if "E" in number.upper() else number
 
 
 _FIRST_STEPS = 2

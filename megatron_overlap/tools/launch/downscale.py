@@ -33,29 +33,11 @@ VOCAB_SIZE = 1000
 
 # Prefixes of Megatron arguments that need a GPU or a library that needs one.
 NEEDS_GPU = (
-    "--fp8",
-    "--fp4",
-    "--te-",
-    "--use-te-",
-    "--use-flash-attn",
-    "--attention-backend",
-    "--delay-wgrad-compute",
-    "--cross-entropy-loss-fusion",
-    "--cross-entropy-fusion-impl",
-    "--use-fused-weighted-squared-relu",
-    "--moe-grouped-gemm",
-    "--moe-permute-fusion",
-    "--moe-router-fusion",
-    "--moe-enable-deepep",
-    "--cuda-graph",
-    "--enable-cuda-graph",
-    "--external-cuda-graph",
-    "--use-torch-fsdp2",
-    "--use-megatron-fsdp",
-    "--tp-comm",
-    "--use-nccl-ub",
-    "--nccl-communicator-config-path",
-    "--high-priority-stream-groups",
+    *("--fp8", "--fp4", "--te-", "--use-te-", "--use-flash-attn", "--attention-backend", "--delay-wgrad-compute"),
+    *("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--use-fused-weighted-squared-relu"),
+    *("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion", "--moe-enable-deepep"),
+    *("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--use-torch-fsdp2", "--use-megatron-fsdp"),
+    *("--tp-comm", "--use-nccl-ub", "--nccl-communicator-config-path", "--high-priority-stream-groups"),
 )
 _WIDTHS = ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 _STAGES = "--num-layers-per-virtual-pipeline-stage"
@@ -171,19 +153,17 @@ def _downscaled_args(cfg: LaunchConfig, sizes: Mapping[str, int]) -> tuple[tuple
     """`megatron_args` flag by flag, each with its values."""
     args = list(cfg.megatron_args)
     changes: list[Change] = []
-    starts = [index for index, _ in flags_in(args)]
-    arguments = args[: starts[0]] if starts else args
-    for start, end in itertools.pairwise([*starts, len(args)]):
+    starts = [*(index for index, _ in flags_in(args)), len(args)]
+    arguments = args[: starts[0]]
+    for start, end in itertools.pairwise(starts):
         group = args[start:end]
         flag, equals, value = group[0].partition("=")
         values = [value] if equals else group[1:]
         after, reason = _downscaled_arg(cfg, flag, values, sizes)
-        if after == values:
-            arguments += group
-            continue
-        shown = "removed" if after is None else " ".join([flag, *after])
-        changes.append(Change("megatron_args", " ".join(group), shown, reason))
-        arguments += [] if after is None else [flag, *after]
+        if after != values:
+            before, group = " ".join(group), [] if after is None else [flag, *after]
+            changes.append(Change("megatron_args", before, " ".join(group) or "removed", reason))
+        arguments += group
     return tuple(arguments), changes
 
 

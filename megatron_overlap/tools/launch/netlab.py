@@ -58,25 +58,17 @@ class Link:
 
     @property
     def burst(self) -> int:
-        """Size of the token bucket in bytes."""
         # 0.5 ms of data, so that a late timer does not reduce the rate. At least one full segment of TCP offload, so
         # that the kernel does not split segments.
         return self.burst_bytes or max(64 * 1024, int(self.gbps * 1e9 / 8 * 0.5e-3))
 
-    def shaper(self) -> str:
-        """The token bucket filter in the syntax of `tc`."""
-        return f"tbf rate {round(self.gbps * 1e9)}bit burst {self.burst}b latency 400ms"
-
-    def out_qdiscs(self) -> list[str]:
-        """`tc qdisc add dev ...` arguments for the end of the host, which limits its outgoing traffic."""
-        if not self.latency_ms:
-            return [f"root {self.shaper()}"]
+    def qdiscs(self, *, delayed: bool) -> list[str]:
+        """`tc qdisc add dev ...` arguments for the bridge's end, or the host's, which is `delayed` by the latency."""
+        shaper = f"tbf rate {round(self.gbps * 1e9)}bit burst {self.burst}b latency 400ms"
+        if not (delayed and self.latency_ms):
+            return [f"root {shaper}"]
         delay = f"root handle 1: netem delay {round(self.latency_ms * 1000)}us limit 100000"
-        return [delay, f"parent 1:1 handle 2: {self.shaper()}"]
-
-    def in_qdiscs(self) -> list[str]:
-        """`tc qdisc add dev ...` arguments for the end of the bridge, which limits incoming traffic of the host."""
-        return [f"root {self.shaper()}"]
+        return [delay, f"parent 1:1 handle 2: {shaper}"]
 
 
 class Netlab:
@@ -107,26 +99,15 @@ class Netlab:
             raise ValueError(f"hosts: {hosts}: must be between 1 and {MAX_HOSTS}")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host: {ranks_per_host}: must be at least 1")
-        self.hosts, self.ranks_per_host = hosts, ranks_per_host
+        self.hosts, self.ranks_per_host, self.world_size = hosts, ranks_per_host, hosts * ranks_per_host
         self.links = (Link(gbps, latency_ms, burst_bytes),) * hosts
         self.name = f"mo{os.getpid()}"
+        # Whether the lab uses a user namespace, without root privileges. Programs inside then have user id 0.
+        self.in_user_namespace = False
+        # TCP settings of the namespaces that the machine refused, with their present values.
+        self.tcp_refused: dict[str, str] = {}
         self._holder: subprocess.Popen[str] | None = None
         self._made: dict[str, Any] = {}
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the whole lab."""
-        return self.hosts * self.ranks_per_host
-
-    @property
-    def in_user_namespace(self) -> bool:
-        """Whether the lab uses a user namespace, without root privileges. Programs inside then have user id 0."""
-        return bool(self._made.get("user_namespace"))
-
-    @property
-    def tcp_refused(self) -> dict[str, str]:
-        """TCP settings of the namespaces that the machine refused, with their present values."""
-        return dict(self._made.get("tcp_refused", {}))
 
     def host_of(self, rank: int) -> int:
         """Host of a rank. Consecutive ranks share a host."""
@@ -135,7 +116,6 @@ class Netlab:
         return rank // self.ranks_per_host
 
     def host_name(self, host: int) -> str:
-        """Name of a host in messages."""
         return f"{self.name}h{self._checked(host)}"
 
     def address(self, host: int) -> str:
@@ -148,13 +128,16 @@ class Netlab:
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
         return {**interfaces, "MASTER_ADDR": self.address(0)}
 
-    def wrap(self, host: int, argv: Sequence[str]) -> list[str]:
-        """A command line that executes `argv` on that host, with the same pid. NetlabError: the lab is not open."""
-        return self._enter(self._made["hosts"][self._checked(host)] if self._made else None, argv)
+    def wrap(self, host: int | None, argv: Sequence[str]) -> list[str]:
+        """A command line that executes `argv` on that host, with the same pid; None: in the namespace of the bridge.
 
-    def wrap_switch(self, argv: Sequence[str]) -> list[str]:
-        """A command line that executes `argv` in the namespace of the bridge, for diagnosis."""
-        return self._enter(self._made.get("switch"), argv)
+        Raises:
+            NetlabError: the lab is not open.
+        """
+        if not self._made:
+            raise NetlabError("the lab is not open")
+        net_fd = self._made["switch"] if host is None else self._made["hosts"][self._checked(host)]
+        return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace)), *argv]
 
     def __enter__(self) -> Self:
         self.open()
@@ -181,7 +164,7 @@ class Netlab:
         except BaseException:
             self.close()
             raise
-        self._made = made
+        self._made, self.in_user_namespace, self.tcp_refused = made, made["user_namespace"], made["tcp_refused"]
         if self.tcp_refused and self.hosts > 1:
             refused = ", ".join(f"{key} is {value}" for key, value in self.tcp_refused.items())
             effect = "links may idle at times, and measured times vary more; see docs/netlab.md"
@@ -202,16 +185,10 @@ class Netlab:
             raise ValueError(f"host: {host}: the lab has {self.hosts} hosts")
         return host
 
-    def _enter(self, net_fd: int | None, argv: Sequence[str]) -> list[str]:
-        if net_fd is None:
-            raise NetlabError("the lab is not open")
-        return [*HELPER, "enter", str(self._made["pid"]), str(net_fd), str(int(self.in_user_namespace)), *argv]
-
     def _spec(self) -> dict[str, Any]:
-        addresses = [f"{self.address(host)}/{_NETWORK.prefixlen}" for host in range(self.hosts)]
-        hosts = [
-            {"address": address, "out_qdiscs": link.out_qdiscs(), "in_qdiscs": link.in_qdiscs()}
-            for address, link in zip(addresses, self.links, strict=True)
-        ]
+        hosts = []
+        for host, link in enumerate(self.links):
+            qdiscs = {"out_qdiscs": link.qdiscs(delayed=True), "in_qdiscs": link.qdiscs(delayed=False)}
+            hosts.append({"address": f"{self.address(host)}/{_NETWORK.prefixlen}", **qdiscs})
         lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
         return {**lab, "hosts": hosts}

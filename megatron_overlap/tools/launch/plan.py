@@ -1,7 +1,6 @@
 """Plan a launch: the command of every rank, or a Slurm batch file. `plan` is pure; `execute` runs the ranks."""
 
 import contextlib
-import dataclasses
 import os
 import shlex
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
-from megatron_overlap.config.launch import HostsConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, run_ranks
-from megatron_overlap.tools.launch.ranks import inside, loopback_env, worker_commands
+from megatron_overlap.tools.launch.ranks import loopback_env, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 
@@ -40,16 +38,6 @@ class LaunchPlan:
     lab: Netlab | None
     link: str
 
-    @property
-    def config_path(self) -> Path:
-        """The resolved config in the run directory."""
-        return self.run_dir / CONFIG_FILE
-
-    @property
-    def log_dir(self) -> Path:
-        """Folder of the logs of the ranks."""
-        return self.run_dir / LOG_FOLDER
-
     def render(self) -> str:
         """The plan as text: for every rank a command to paste into a shell, then the config file."""
         lines = [f"run directory: {self.run_dir}", f"network: {self.link}", ""]
@@ -57,7 +45,7 @@ class LaunchPlan:
             where = f"rank {command.rank} on {command.host}" if self.config.launch.device == "cpu" else "this node"
             env = " ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items())
             lines += [f"# {where}", f"{env} \\", f"  {shlex.join(command.argv)}"]
-        return "\n".join([*lines, "", f"# {self.config_path}", dump_config(self.config).rstrip()])
+        return "\n".join([*lines, "", f"# {self.run_dir / CONFIG_FILE}", dump_config(self.config).rstrip()])
 
 
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
@@ -68,12 +56,30 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
     """
     program = ["-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     if cfg.launch.device == "cuda":
-        link = "chosen by NCCL"
+        # torchrun starts the ranks of one node. The rendezvous assigns node ranks.
+        link, rdzv = "chosen by NCCL", ["--standalone"]
         if cfg.launch.nodes > 1:
             link += f"; start the same command on all {cfg.launch.nodes} nodes"
-        argv = [*_torchrun(cfg, run_dir, rendezvous), *program]
+            rdzv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or "HEAD_NODE:29400", "--rdzv-id", cfg.name]
+        argv = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(cfg.launch.nodes), "--nproc-per-node", str(cfg.ranks_per_node)),
+            *rdzv,
+            *("--max-restarts", "0", "--log-dir", str(run_dir / LOG_FOLDER / "torchrun")),
+            *("--tee", "3"),  # stdout and stderr of every rank: to files and to this process
+            *program,
+        ]
         return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, gpu_env(cfg), "this node"),), None, link)
-    lab, link = _lab(cfg.launch.hosts)
+    lab, link = None, "loopback without a rate limit"
+    if (hosts := cfg.launch.hosts) is not None:
+        burst_bytes = None if hosts.burst_kib is None else hosts.burst_kib * 1024
+        lab = Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
+        delay = f", {hosts.latency_ms:g} ms each way" if hosts.latency_ms else ""
+        ranks = f"{hosts.ranks_per_host} rank{'s' if hosts.ranks_per_host > 1 else ''}"
+        link = (
+            f"{hosts.hosts} hosts on this machine (network namespaces), {ranks} each, "
+            f"{hosts.gbps:g} Gbit/s each way{delay}, bursts of {lab.links[0].burst // 1024} KiB"
+        )
     commands = worker_commands([sys.executable, *program], cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
     return LaunchPlan(cfg, run_dir, tuple(commands), lab, link)
 
@@ -93,17 +99,6 @@ def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
     return LaunchConfig.model_validate({**cfg.model_dump(), "launch": launch})
 
 
-def _entry_script(cfg: LaunchConfig) -> Path:
-    name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
-    script = resource_folder("scripts") / provided if name is None else Path(name)
-    if not script.is_file():
-        remedy = "no such file; give the path of a training script"
-        if name is None:
-            remedy = f"the provided {provided} is not in this installation; give a training script"
-        raise ConfigError(cfg.name, "launch.entry", name, remedy)
-    return script
-
-
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
     """The arguments of `python -m megatron_overlap`: training script, Megatron's arguments, the plugin's arguments.
 
@@ -112,23 +107,15 @@ def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> l
     Raises:
         ConfigError: the script does not exist.
     """
-    script = str(cfg.launch.entry if anywhere else _entry_script(cfg))
+    name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
+    script = resource_folder("scripts") / provided if name is None else Path(name)
+    if not (anywhere or script.is_file()):
+        remedy = "no such file; give the path of a training script"
+        if name is None:
+            remedy = f"the provided {provided} is not in this installation; give a training script"
+        raise ConfigError(cfg.name, "launch.entry", name, remedy)
     ours = ["--overlap-config", str(run_dir / CONFIG_FILE), "--overlap-run-dir", str(run_dir)]
-    return [script, *to_megatron_args(cfg), *ours]
-
-
-def _lab(hosts: HostsConfig | None) -> tuple[Netlab | None, str]:
-    """The lab of `launch.hosts` and the description of the network."""
-    if hosts is None:
-        return None, "loopback without a rate limit"
-    burst_bytes = None if hosts.burst_kib is None else hosts.burst_kib * 1024
-    lab = Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
-    delay = f", {hosts.latency_ms:g} ms each way" if hosts.latency_ms else ""
-    ranks = f"{hosts.ranks_per_host} rank{'s' if hosts.ranks_per_host > 1 else ''}"
-    return lab, (
-        f"{hosts.hosts} hosts on this machine (network namespaces), {ranks} each, "
-        f"{hosts.gbps:g} Gbit/s each way{delay}, bursts of {lab.links[0].burst // 1024} KiB"
-    )
+    return [name if anywhere and name else str(script), *to_megatron_args(cfg), *ours]
 
 
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
@@ -137,20 +124,6 @@ def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
     if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron requires it on GPUs before Blackwell
     return env
-
-
-def _torchrun(cfg: LaunchConfig, run_dir: Path, rendezvous: str | None) -> list[str]:
-    """The torchrun part of the command line of one node. The rendezvous assigns node ranks."""
-    rdzv = ["--standalone"]
-    if cfg.launch.nodes > 1:
-        rdzv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous or "HEAD_NODE:29400", "--rdzv-id", cfg.name]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(cfg.launch.nodes), "--nproc-per-node", str(cfg.ranks_per_node)),
-        *rdzv,
-        *("--max-restarts", "0", "--log-dir", str(run_dir / LOG_FOLDER / "torchrun")),
-        *("--tee", "3"),  # stdout and stderr of every rank: to files and to this process
-    ]
 
 
 def execute(
@@ -167,31 +140,25 @@ def execute(
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
-    lab, hosts = launch_plan.lab, launch_plan.config.launch.hosts
-    if lab is None or hosts is None:
-        return _run(launch_plan, on_line)
-    try:
-        lab.open()
-    except NetlabError as error:
-        if hosts.fallback != "loopback":
-            raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
-        on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
-        return _run(plan(over_loopback(launch_plan.config), launch_plan.run_dir), on_line)
-    with contextlib.closing(lab):
-        commands = tuple(inside(lab, launch_plan.commands))
-        return _run(dataclasses.replace(launch_plan, commands=commands), on_line)
-
-
-def _run(launch_plan: LaunchPlan, on_line: OnLine | None) -> float:
-    config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.config_path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
-        file.write(dump_config(config))
-    os.replace(file.name, path)
-    return run_ranks(
-        launch_plan.commands, timeout_s=config.launch.timeout_s, log_dir=launch_plan.log_dir, on_line=on_line
-    )
+    config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.run_dir / CONFIG_FILE
+    commands, lab, hosts = launch_plan.commands, launch_plan.lab, config.launch.hosts
+    with contextlib.ExitStack() as stack:
+        if lab is not None and hosts is not None:
+            try:
+                stack.enter_context(lab)
+            except NetlabError as error:
+                if hosts.fallback != "loopback":
+                    raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
+                on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
+                config, lab = over_loopback(config), None
+                commands = plan(config, folder).commands
+        folder.mkdir(parents=True, exist_ok=True)
+        # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
+            file.write(dump_config(config))
+        os.replace(file.name, path)
+        timeout_s, logs = config.launch.timeout_s, folder / LOG_FOLDER
+        return run_ranks(commands, timeout_s=timeout_s, log_dir=logs, lab=lab, on_line=on_line)
 
 
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id

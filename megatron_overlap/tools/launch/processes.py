@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from megatron_overlap.tools.launch.netlab import HELPER, owner_label
+from megatron_overlap.tools.launch.netlab import HELPER, Netlab, owner_label
 
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
@@ -43,8 +43,8 @@ class RunError(RuntimeError):
 class _Rank:
     """One supervised rank: its pipes, its last lines of output and its exit code."""
 
-    def __init__(self, command: RankCommand, log: Path) -> None:
-        self.command, self.log_path = command, log
+    def __init__(self, command: RankCommand, argv: Sequence[str], log: Path, on_line: OnLine | None) -> None:
+        self.command, self.log_path, self._on_line = command, log, on_line
         self.lines: deque[str] = deque(maxlen=20)
         self.code: int | None = None  # or minus the number of the signal that killed the rank
         self.ended_at = 0.0
@@ -56,7 +56,7 @@ class _Rank:
         numbers = [owner_label(), str(os.getpid()), str(status_write), str(stop_read)]
         try:
             self.process = subprocess.Popen(
-                [*HELPER, "supervise", *numbers, *command.argv],
+                [*HELPER, "supervise", *numbers, *argv],
                 env={**os.environ, **command.env},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -85,8 +85,8 @@ class _Rank:
         names = {number.value: number.name for number in signal.Signals}
         return f"killed by {names.get(-self.code, f'signal {-self.code}')}"
 
-    def read_output(self, on_line: OnLine | None) -> bool:
-        """Read the available output of the rank. Returns False at the end of the output."""
+    def read_output(self) -> bool:
+        """Read the available output. Returns False at its end."""
         try:
             data = os.read(self.output_fd, 1 << 16)
         except BlockingIOError:
@@ -100,20 +100,21 @@ class _Rank:
             # A progress bar rewrites its line with carriage returns: keep the last text.
             text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self.lines.append(text)
-            if on_line is not None:
-                on_line(self.command.rank, text)
+            if self._on_line is not None:
+                self._on_line(self.command.rank, text)
         return bool(data)
 
-    def read_status(self) -> None:
-        """Read the exit code from the supervisor, or detect that the supervisor has ended."""
+    def read_status(self) -> bool:
+        """Read the exit code from the supervisor. Returns False if the supervisor has ended."""
         data = os.read(self.status_fd, 1 << 12)
         if data:
             status = json.loads(data)
             self.code, self.ended_at = status["code"], status["time"]
-            return
+            return True
         self.supervisor_ended = True
         if self.code is None:  # the supervisor was killed, and the kernel killed its rank
             self.code, self.ended_at = self.process.wait() or 1, time.monotonic()
+        return False
 
     def kill(self) -> None:
         """Make the supervisor kill the rank and its descendants."""
@@ -143,15 +144,14 @@ class _Rank:
 class _Job:
     """The started ranks of a run and the event loop that reads their output and exit codes."""
 
-    def __init__(self, on_line: OnLine | None) -> None:
+    def __init__(self) -> None:
         self.ranks: list[_Rank] = []
-        self._on_line = on_line
         self._selector = selectors.DefaultSelector()
 
     def add(self, rank: _Rank) -> None:
         self.ranks.append(rank)
-        self._selector.register(rank.output_fd, selectors.EVENT_READ, (rank, "output"))
-        self._selector.register(rank.status_fd, selectors.EVENT_READ, (rank, "status"))
+        self._selector.register(rank.output_fd, selectors.EVENT_READ, rank.read_output)
+        self._selector.register(rank.status_fd, selectors.EVENT_READ, rank.read_status)
 
     def failed(self) -> list[_Rank]:
         """Ranks with a nonzero exit code, the first failure first."""
@@ -167,13 +167,8 @@ class _Job:
         """Wait for events up to the given time and handle them. Returns False if no event came."""
         events = self._selector.select(max(0.0, seconds))
         for key, _ in events:
-            rank, what = key.data
-            if what == "status":
-                rank.read_status()
-                if rank.supervisor_ended:
-                    self._selector.unregister(rank.status_fd)
-            elif not rank.read_output(self._on_line):
-                self._selector.unregister(rank.output_fd)
+            if not key.data():
+                self._selector.unregister(key.fd)
         return bool(events)
 
     def pump_until(self, deadline: float, done: Callable[[], bool]) -> bool:
@@ -209,14 +204,13 @@ class _Job:
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into `SystemExit`, so that `finally` blocks run. Only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()
 
     def exit_on_signal(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    previous = {n: signal.signal(n, exit_on_signal) for n in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, exit_on_signal) for number in numbers}
     try:
         yield
     finally:
@@ -229,6 +223,7 @@ def run_ranks(
     *,
     timeout_s: float | None,
     log_dir: Path,
+    lab: Netlab | None = None,
     on_line: OnLine | None = None,
     grace_s: float = GRACE_S,
 ) -> float:
@@ -238,7 +233,8 @@ def run_ranks(
     SIGKILL, their descendants included. The same happens on Ctrl-C, SIGTERM, SIGHUP and on an exception of `on_line`.
     If this process is killed by SIGKILL, the supervisors end the ranks.
 
-    `timeout_s` limits the whole job. Logs of an earlier job in `log_dir` are replaced.
+    The ranks run on the hosts of an open `lab`, or over loopback. `timeout_s` limits the whole job. Logs of an earlier
+    job in `log_dir` are replaced.
 
     Raises:
         ValueError: no commands, or two commands for one rank.
@@ -251,27 +247,26 @@ def run_ranks(
     log_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     deadline = started + timeout_s if timeout_s is not None else float("inf")
-    with _signals_as_exceptions():
-        job = _Job(on_line)
+    with _signals_as_exceptions(), contextlib.closing(_Job()) as job:
         try:
             for command in commands:
-                job.add(_Rank(command, log_dir / f"rank{command.rank}.log"))
+                rank, argv = command.rank, command.argv
+                argv = argv if lab is None else lab.wrap(lab.host_of(rank), argv)
+                job.add(_Rank(command, argv, log_dir / f"rank{rank}.log", on_line))
             in_time = job.pump_until(deadline, lambda: job.all_ended() or bool(job.failed()))
             if job.failed():
                 job.pump_until(time.monotonic() + _SETTLE_S, lambda: not job.running())
             failed, running = job.failed(), job.running()
             job.end_all(grace_s if running else 0)
         except BaseException as error:
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: `close` below kills at once
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: `close` kills at once
                 job.end_all(0 if isinstance(error, KeyboardInterrupt) else grace_s)
             raise
-        finally:
-            job.close()
     if failed:
         first, *others = failed
         name = f"rank {first.command.rank} on {first.command.host}"
         text = [f"{name}: {first.describe_end()}; all ranks have ended; log: {first.log_path}"]
-        text += [f"  | {line}" for line in first.lines] or ["  | (no output)"]
+        text += [f"  | {line}" for line in first.lines or ["(no output)"]]
         if others:
             ends = ", ".join(f"rank {other.command.rank} ({other.describe_end()})" for other in others)
             text.append(f"failed afterwards: {ends}")

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_overlap.tools.launch.netlab import Netlab
@@ -50,16 +49,15 @@ def loopback_env() -> dict[str, str]:
 def worker_commands(
     argv: Sequence[str], world_size: int, *, lab: Netlab | None = None, threads: int = 1
 ) -> list[RankCommand]:
-    """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab` after `inside`.
+    """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab`.
 
     Raises:
         ValueError: the lab has another number of ranks.
     """
+    ranks_per_host, port = (world_size, free_port()) if lab is None else (lab.ranks_per_host, LAB_PORT)
     if lab is not None and lab.world_size != world_size:
-        places = f"{lab.hosts} hosts of {lab.ranks_per_host}"
+        places = f"{lab.hosts} hosts of {ranks_per_host}"
         raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} ranks, {places}")
-    ranks_per_host = lab.ranks_per_host if lab is not None else world_size
-    port = LAB_PORT if lab is not None else free_port()
     commands = []
     for rank in range(world_size):
         env = {
@@ -80,11 +78,6 @@ def worker_commands(
     return commands
 
 
-def inside(lab: Netlab, commands: Sequence[RankCommand]) -> list[RankCommand]:
-    """The commands with the prefix that enters the hosts of an open lab."""
-    return [replace(each, argv=lab.wrap(lab.host_of(each.rank), each.argv)) for each in commands]
-
-
 def run_workers(
     script: str | os.PathLike[str],
     args: Sequence[str],
@@ -103,8 +96,6 @@ def run_workers(
         ValueError, RunError: as `worker_commands` and `run_ranks`; the text names a log file, which stays.
     """
     commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
-    if lab is not None:
-        commands = inside(lab, commands)
     folder = Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
-    run_ranks(commands, timeout_s=timeout_s, log_dir=folder, on_line=on_line)
+    run_ranks(commands, timeout_s=timeout_s, log_dir=folder, lab=lab, on_line=on_line)
     shutil.rmtree(folder)

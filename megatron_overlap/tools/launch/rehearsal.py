@@ -15,7 +15,7 @@ from megatron_overlap.patching.manifest import Permit, load_permits
 from megatron_overlap.tools.launch.plan import execute, gpu_env, plan
 from megatron_overlap.tools.launch.processes import RunError, run_ranks
 from megatron_overlap.tools.launch.ranks import worker_commands
-from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, deviation, read_run
+from megatron_overlap.tools.launch.run_records import RunRecord, deviation, read_run
 
 # Largest relative deviation from the stock path over the steps, (loss, grad-norm). fp32: the sums have another order,
 # see docs/numerics.md. bf16: one eps for the loss, which is a mean over tokens. Grad-norm: the stock path in bf16
@@ -31,27 +31,37 @@ def max_local_ranks() -> int:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of both runs, (stock, overlap). None: the run did not record a value."""
-
-    iteration: int
-    loss: tuple[float | None, float | None]
-    grad_norm: tuple[float | None, float | None]
-
-
-@dataclass(frozen=True)
 class Rehearsal:
-    """Result of a rehearsal.
+    """Both runs of a downscaled config; the same run twice if the config has no overlap."""
 
-    Attributes:
-        bounds: largest relative deviation of loss and of grad-norm.
-        failures: reasons why the rehearsal failed; empty if it passed.
-    """
+    stock: RunRecord
+    overlapped: RunRecord
+    config: LaunchConfig
 
-    steps: tuple[Step, ...]
-    bounds: tuple[float, float]
-    report: PluginReport | None
-    failures: tuple[str, ...]
+    @property
+    def columns(self) -> tuple[tuple[str, float, list[tuple[float | None, float | None]]], ...]:
+        """Loss and grad-norm: name, largest deviation, and (stock, overlap) of each step; None: not recorded."""
+        losses = list(zip(self.stock.losses, self.overlapped.losses, strict=True))
+        grad_norms = list(zip(self.stock.grad_norms, self.overlapped.grad_norms, strict=True))
+        loss_bound, grad_norm_bound = BOUNDS[self.config.train.precision]
+        return ("loss", loss_bound, losses), ("grad-norm", grad_norm_bound, grad_norms)
+
+    @property
+    def failures(self) -> list[str]:
+        """Reasons why the rehearsal failed: a deviation, or no call was overlapped; empty if it passed."""
+        failures = []
+        for index, iteration in enumerate(self.overlapped.iterations):
+            for name, bound, pairs in self.columns:
+                difference, shown = deviation(*pairs[index]), " and ".join(map(_number, pairs[index]))
+                if not difference <= bound:  # NaN fails too
+                    what = f"{name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
+                    failures.append(f"step {iteration}: {what}")
+        report, config = self.overlapped.report, self.config
+        sizes = {"tensor": config.parallel.tensor, "expert": config.expert_parallel_size}
+        on = [name for name, size in sizes.items() if size > 1 and getattr(config.overlap, name).method != "none"]
+        if on and (report is None or not report.overlapped_calls):
+            failures.append(f"overlap.{on[0]} is on, but no call was overlapped")
+        return failures
 
 
 def rehearse(
@@ -89,7 +99,7 @@ def rehearse(
             if permit.remedy and re.search(permit.without, str(error)):
                 raise RunError(f"{error}\na GPU refuses it too ({permit.on_gpu}): {permit.remedy}") from error
         raise
-    return compare_runs(records[0], records[-1], downscaled)
+    return Rehearsal(records[0], records[-1], downscaled)
 
 
 def check_arguments(cfg: LaunchConfig, log_dir: Path) -> None:
@@ -98,28 +108,6 @@ def check_arguments(cfg: LaunchConfig, log_dir: Path) -> None:
     (command,) = worker_commands([sys.executable, "-c", code, *to_megatron_args(cfg)], 1)
     env = {**command.env, **gpu_env(cfg), "WORLD_SIZE": str(cfg.world_size)}
     run_ranks([replace(command, env=env)], timeout_s=cfg.launch.timeout_s, log_dir=log_dir)
-
-
-def compare_runs(stock: RunRecord, overlapped: RunRecord, downscaled: LaunchConfig) -> Rehearsal:
-    """Compare two runs of a downscaled config and check that the overlap was active."""
-    bounds = BOUNDS[downscaled.train.precision]
-    steps = tuple(
-        Step(number, (stock.losses[i], overlapped.losses[i]), (stock.grad_norms[i], overlapped.grad_norms[i]))
-        for i, number in enumerate(overlapped.iterations)
-    )
-    failures = []
-    for step in steps:
-        for name, pair, bound in (("loss", step.loss, bounds[0]), ("grad-norm", step.grad_norm, bounds[1])):
-            difference, shown = deviation(*pair), " and ".join(map(_number, pair))
-            if not difference <= bound:  # NaN fails too
-                what = f"{name} {shown}: difference {difference:.1e}, at most {bound:.1e}"
-                failures.append(f"step {step.iteration}: {what}")
-    report = overlapped.report
-    sizes = {"tensor": downscaled.parallel.tensor, "expert": downscaled.expert_parallel_size}
-    on = [name for name, size in sizes.items() if size > 1 and getattr(downscaled.overlap, name).method != "none"]
-    if on and (report is None or not report.overlapped_calls):
-        failures.append(f"overlap.{on[0]} is on, but no call was overlapped")
-    return Rehearsal(steps, bounds, report, tuple(failures))
 
 
 def permits_table(permits: Iterable[Permit]) -> Table:
@@ -133,14 +121,14 @@ def permits_table(permits: Iterable[Permit]) -> Table:
 def steps_table(result: Rehearsal) -> Table:
     """Loss and grad-norm of both runs, step by step, as a table."""
     table = Table("step", title="stock path and overlap", title_justify="left")
-    for name, bound in zip(("loss", "grad-norm"), result.bounds, strict=True):
+    for name, bound, _ in result.columns:
         table.add_column(f"{name}: stock", justify="right")
         table.add_column("overlap", justify="right")
         table.add_column(f"difference (at most {bound:.1e})", justify="right")
-    for step in result.steps:
-        cells = [str(step.iteration)]
-        for pair in (step.loss, step.grad_norm):
-            cells += [*map(_number, pair), f"{deviation(*pair):.1e}"]
+    for index, iteration in enumerate(result.overlapped.iterations):
+        cells = [str(iteration)]
+        for _, _, pairs in result.columns:
+            cells += [*map(_number, pairs[index]), f"{deviation(*pairs[index]):.1e}"]
         table.add_row(*cells)
     return table
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,34 +110,32 @@ def deviation(a: float | None, b: float | None) -> float:
 
 
 def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:
-    try:
-        rows = _read_lines(path)
-    except OSError as error:
-        raise RunRecordError(f"{path}: {error.strerror}; the run recorded no steps") from error
+    rows = _read_lines(path, missing="; the run recorded no steps")
     last = rows[-1]["iteration"] if rows else 0
     if last != iterations:
         raise RunRecordError(f"{path}: the last step is {last}, must be {iterations}: the run ended early")
     return rows
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise RunRecordError(f"{path}: is not JSON lines: {error}") from error
+def _read_lines(path: Path, missing: str = "") -> list[dict[str, Any]]:
+    return _read(path, lambda text: [json.loads(line) for line in text.splitlines()], "JSON lines", missing)
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object. RunRecordError: the file is missing, or holds something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunRecordError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RunRecordError(f"{path}: is not JSON: {error}") from error
+    content = _read(path, json.loads, "JSON")
     if not isinstance(content, dict):
         raise RunRecordError(f"{path}: is not a JSON object")
     return content
+
+
+def _read[Content](path: Path, parse: Callable[[str], Content], kind: str, missing: str = "") -> Content:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunRecordError(f"{path}: {error.strerror}{missing}") from error
+    except ValueError as error:
+        raise RunRecordError(f"{path}: is not {kind}: {error}") from error
 
 
 def _first_value(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -62,7 +62,7 @@ def simulate(
         key, _, rest = str(error).partition(": ")
         value, _, remedy = rest.partition(": ")
         raise ConfigError(str(config), key, value, remedy or rest) from error
-    memory = memory_of(job)
+    memory = _memory(memory_of(job))
     methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job).items()}
     content: dict[str, Any] = {
         "what": DISCLAIMER,
@@ -71,11 +71,16 @@ def simulate(
         "ranks": job.world_size,
         "flops_convention": CONVENTION,
         "step": methods["as configured"],
-        "memory_gib": _memory(memory),
+        "memory_gib": memory,
         "methods": methods,
     }
     if find:
-        content["sweep"] = _sweep(job, model)
+        best, tried, too_large = sweep(job, model)
+        rows = [
+            {"layout": layout.label(), **figures(layout, model, time), "memory_gib": _memory(needed)}
+            for layout, time, needed in best
+        ]
+        content["sweep"] = {"tried": tried, "too_large": too_large, "best": rows}
     if generation:
         content["generation_us"] = generation_us(job, model, _METHODS)
     console = Console(highlight=False)
@@ -85,8 +90,8 @@ def simulate(
             output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         console.print(f"json: {output}", soft_wrap=True)
     capacity = profile.device.memory_gib.value
-    if memory.total > capacity:
-        console.print(f"does not fit in memory: about {memory.total:.0f} GiB of {capacity:.0f}", style="bold")
+    if memory["total"] > capacity:
+        console.print(f"does not fit in memory: about {memory['total']:.0f} GiB of {capacity:.0f}", style="bold")
         return 1
     return 0
 
@@ -94,15 +99,15 @@ def simulate(
 def _jobs(job: Job) -> dict[str, Job]:
     jobs = {"as configured": job}
     for text, method in _METHODS.items():
-        split: Literal["none", "auto"] = "auto" if method == "auto" else "none"
-        jobs[text] = replace(job, tensor_overlap=LinearOverlap(method, copies=job.tensor_overlap.copies), split=split)
+        overlap = LinearOverlap(method, copies=job.tensor_overlap.copies)
+        jobs[text] = replace(job, tensor_overlap=overlap, split="auto" if method == "auto" else "none")
     for text, parts in _SPLITS.items():
         split_job = replace(job, tensor_overlap=LinearOverlap("auto"), split=parts)
         if split_job.used_split == parts:
             jobs[text] = split_job
     if job.experts is not None and job.experts.parallel > 1:
-        for text, overlap in _EXPERTS.items():
-            jobs[text] = replace(job, experts=replace(job.experts, overlap=overlap))
+        for text, way in _EXPERTS.items():
+            jobs[text] = replace(job, experts=replace(job.experts, overlap=way))
     return jobs
 
 
@@ -125,15 +130,6 @@ def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
         "pipeline_ms": step.pipeline_us / 1e3,
         "optimizer_ms": step.optimizer_us / 1e3,
     }
-
-
-def _sweep(job: Job, model: CostModel) -> dict[str, Any]:
-    found = sweep(job, model)
-    best = [
-        {"layout": one.job.label(), **figures(one.job, model, one.time), "memory_gib": _memory(one.memory)}
-        for one in found.best
-    ]
-    return {"tried": found.tried, "too_large": found.too_large, "best": best}
 
 
 def _memory(memory: Memory) -> dict[str, float]:

@@ -1,86 +1,65 @@
 """Event simulator of a schedule: computation and messages of one rank on one clock.
 
-The plans are those of `megatron_overlap.schedules`, which the operations run. All ranks of a group run the same
-schedule, so one rank stands for all. A rank sends its messages one after the other, in the order in which they become
-ready. Collectives of several streams run concurrently and share the port of the rank. A rank has one queue of
-computation, which runs slower while the rank communicates.
+All ranks of a group run the same schedule, so one rank stands for all. A rank sends its messages one after the other,
+in the order in which they become ready. Collectives of several streams run concurrently and share the port of the rank.
+A rank has one queue of computation, which runs slower while the rank communicates.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
-from megatron_overlap.schedules import Chunk, Message, Plan, Work
 
-ANY_CHUNK = Chunk(0, 0)
-"""Chunk of work whose rows do not matter."""
 _DONE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """One plan with the times and sizes of its steps.
+class Transfer:
+    """One message of a stream.
 
     Attributes:
-        work_us: GEMM time of each of `plan.work` without concurrent communication.
-        add_us: time of the additions of each of `plan.work`, which start when their messages have arrived.
-        send_bytes: size of each of `plan.messages`.
-        latency_us: fixed cost of each message; None: that of the link.
-        stretch: factor on the transfer time of each message; empty: 1.
-        queued_us: fixed time of each message in the queue of sends, where no other message overlaps it; empty: 0.
-        movers: what moves each message; empty: as in `run_program`.
+        after_work: number of works of the stream that precede it.
+        after_message: message of the stream that arrives before it.
+        stretch: factor on the transfer time.
+        queued_us: fixed time in the queue of sends, where no other message overlaps it.
+        mover: what moves it; None: as in `run_streams`.
     """
 
-    plan: Plan
-    work_us: tuple[float, ...]
-    add_us: tuple[float, ...]
-    send_bytes: tuple[float, ...]
+    num_bytes: float
+    after_work: int = 0
+    after_message: int | None = None
+    stretch: float = 1.0
+    queued_us: float = 0.0
+    mover: Mover | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """Messages and work of one rank in order.
+
+    Attributes:
+        latency_us: fixed cost of each message; None: that of the link.
+        work: the time of each work without concurrent communication, and the messages that it needs.
+        last_sums: index of the sums at the end of the work. Work of another stream may precede them.
+    """
+
     latency_us: float | None = None
-    stretch: tuple[float, ...] = ()
-    queued_us: tuple[float, ...] = ()
-    movers: tuple[Mover, ...] = ()
+    messages: list[Transfer] = field(default_factory=list)
+    work: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    last_sums: int = 0
 
-
-class StreamBuilder:
-    """Builds a stream step by step where the rows of a chunk do not matter. Each step returns its number."""
-
-    def __init__(self) -> None:
-        self._messages: list[tuple[Message, float, float]] = []
-        self._work: list[tuple[Work, float]] = []
-
-    def send(self, num_bytes: float, stretch: float = 1.0) -> int:
-        """A message after all work so far."""
-        message = Message(ANY_CHUNK, 0, ANY_CHUNK, 0, after_work=len(self._work))
-        self._messages.append((message, num_bytes, stretch))
-        return len(self._messages) - 1
+    def send(
+        self, num_bytes: float, stretch: float = 1.0, *, queued_us: float = 0.0, mover: Mover | None = None
+    ) -> int:
+        """Add a message after all work so far; returns its number."""
+        self.messages.append(Transfer(num_bytes, len(self.work), None, stretch, queued_us, mover))
+        return len(self.messages) - 1
 
     def compute(self, time_us: float, *needs: int) -> int:
-        """Work after the messages `needs`."""
-        self._work.append((Work((ANY_CHUNK,), needs=needs), time_us))
-        return len(self._work) - 1
-
-    def add(self, *messages: int) -> None:
-        """A sum after its messages, which takes no time."""
-        self._work.append((Work((), adds=messages), 0.0))
-
-    def stream(
-        self, latency_us: float | None = None, queued_us: tuple[float, ...] = (), movers: tuple[Mover, ...] = ()
-    ) -> Stream:
-        """The stream of all steps; see `Stream`."""
-        work, times = tuple(each for each, _ in self._work), tuple(time_us for _, time_us in self._work)
-        messages = tuple(message for message, _, _ in self._messages)
-        sizes = tuple(num_bytes for _, num_bytes, _ in self._messages)
-        stretch = tuple(factor for _, _, factor in self._messages)
-        plan = Plan("all_gather", "serial", 1, 0, 1, messages, work)
-        return Stream(plan, times, (0.0,) * len(times), sizes, latency_us, stretch, queued_us, movers)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """Streams of one rank that communicate concurrently, and (stream, index of work) in computation order."""
-
-    streams: tuple[Stream, ...]
-    order: tuple[tuple[int, int], ...]
+        """Add work after the messages `needs`; returns its number."""
+        self.work.append((time_us, needs))
+        return len(self.work) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +83,9 @@ class SimulatedRun:
         return self.time_us - self.compute_us
 
 
-def in_order(*streams: Stream) -> Program:
-    """The program that computes the streams one after the other."""
-    order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work_us))]
-    return Program(streams, tuple(order))
-
-
 @dataclass(slots=True)
-class _Message:
-    """A message in transit: `index` counts in the plan, `left` is bytes, times are in us."""
+class _InTransit:
+    """A message in transit: `left` is bytes, times are in us."""
 
     stream: int
     index: int
@@ -125,28 +98,28 @@ class _Message:
 
 
 class _Simulation:
-    def __init__(self, program: Program, model: CostModel, link: Link, kind: Mover) -> None:
-        count = len(program.streams)
-        self.program, self.model, self.link, self.kind = program, model, link, kind
+    def __init__(
+        self, streams: Sequence[Stream], order: Sequence[tuple[int, int]], model: CostModel, link: Link, kind: Mover
+    ) -> None:
+        count = len(streams)
+        self.streams, self.order, self.model, self.link, self.kind = streams, order, model, link, kind
         self.port_rate = link.collective_rate if kind == "collective" else link.copy_rate
         # Half of the delay is before a message leaves, half before the receiver processes it.
         self.busy_us = 0.0 if kind == "collective" else model.busy_us / 2
-        self.now = 0.0
+        self.now = self.left = self.started = self.compute_us = 0.0
         self.next_work = 0
         self.computing = False
-        self.adding = False  # the GEMM of the next work has ended, its additions have not
-        self.left = self.started = self.compute_us = self.sent_bytes = 0.0
         # By stream: messages that have left, messages posted, completed work, arrival time by message.
         self.sent, self.posted, self.done = [0] * count, [0] * count, [0] * count
         self.arrived: list[dict[int, float]] = [{} for _ in range(count)]
         self.slack_us = math.inf
-        self.messages: list[_Message] = []
+        self.messages: list[_InTransit] = []
 
     def post(self) -> bool:
         """Post the messages that may leave, in plan order. A collective waits for the previous one of its stream."""
         progress = False
-        for number, stream in enumerate(self.program.streams):
-            planned = stream.plan.messages
+        for number, stream in enumerate(self.streams):
+            planned = stream.messages
             at = self.posted[number]
             if at == len(planned) or (self.kind == "collective" and at > self.sent[number]):
                 continue
@@ -154,30 +127,29 @@ class _Simulation:
             missing = message.after_message is not None and message.after_message not in self.arrived[number]
             if missing or message.after_work > self.done[number]:
                 continue
-            latency = self.link.latency_us if stream.latency_us is None else stream.latency_us
-            size = stream.send_bytes[at] * (stream.stretch[at] if stream.stretch else 1.0)
-            size += stream.queued_us[at] * self.port_rate if stream.queued_us and size > 0 else 0.0
-            ready = self.now + (latency if size > 0 else 0.0)
-            start = ready + (self.busy_us if size > 0 else 0.0)
-            self.messages.append(_Message(number, at, size, ready, start))
+            size = message.num_bytes * message.stretch
+            ready = start = self.now
+            if size > 0:
+                size += message.queued_us * self.port_rate
+                ready += self.link.latency_us if stream.latency_us is None else stream.latency_us
+                start = ready + self.busy_us
+            self.messages.append(_InTransit(number, at, size, ready, start))
             self.posted[number] += 1
             progress = True
         return progress
 
     def compute(self) -> bool:
         """Start the next work if the rank is idle and the messages of the work have arrived."""
-        if self.computing or self.next_work == len(self.program.order):
+        if self.computing or self.next_work == len(self.order):
             return False
-        number, index = self.program.order[self.next_work]
-        stream = self.program.streams[number]
-        work = stream.plan.work[index]
-        needs, arrived = work.adds if self.adding else work.needs, self.arrived[number]
+        number, index = self.order[self.next_work]
+        time_us, needs = self.streams[number].work[index]
+        arrived = self.arrived[number]
         if any(k not in arrived for k in needs):
             return False
         if needs:
             self.slack_us = min(self.slack_us, self.now - max(arrived[k] for k in needs))
-        self.left = stream.add_us[index] if self.adding else stream.work_us[index]
-        self.computing, self.started = True, self.now
+        self.left, self.computing, self.started = time_us, True, self.now
         return True
 
     def end_core_waits(self) -> None:
@@ -188,7 +160,6 @@ class _Simulation:
                 message.noticed = min(message.noticed, self.now)
 
     def advance(self) -> None:
-        """Advance the clock to the next event."""
         # The messages that use the port share it equally: the first one, or all collectives.
         waiting = [message for message in self.messages if not message.arrived]
         sendable = waiting if self.kind == "collective" else waiting[:1]
@@ -199,8 +170,7 @@ class _Simulation:
         speed = 1.0
         if self.computing and moving:
             # Messages of several movers are sent one after another.
-            movers = self.program.streams[moving[0].stream].movers
-            kind = movers[moving[0].index] if movers else self.kind
+            kind = self.streams[moving[0].stream].messages[moving[0].index].mover or self.kind
             speed = self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
@@ -217,26 +187,20 @@ class _Simulation:
         if self.computing:
             self.left -= step * speed
             if self.left <= _DONE * max(1.0, self.now):
-                self._complete_work()
+                number, index = self.order[self.next_work]
+                self.computing = False
+                self.compute_us += self.now - self.started
+                self.next_work += 1
+                self.done[number] = index + 1
         self._complete_messages()
-
-    def _complete_work(self) -> None:
-        number, work = self.program.order[self.next_work]
-        self.computing = False
-        self.compute_us += self.now - self.started
-        self.adding = not self.adding and bool(self.program.streams[number].plan.work[work].adds)
-        if not self.adding:
-            self.next_work += 1
-            self.done[number] = work + 1
 
     def _complete_messages(self) -> None:
         remaining = []
         for message in self.messages:
             has_arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
             if has_arrived and not message.arrived:
-                size = self.program.streams[message.stream].send_bytes[message.index]
+                size = self.streams[message.stream].messages[message.index].num_bytes
                 self.sent[message.stream] = message.index + 1
-                self.sent_bytes += size
                 message.arrived, message.rate = True, 0.0
                 message.noticed = self.now + (self.busy_us if size > 0 and self.computing else 0.0)
             if not message.arrived or message.noticed > self.now + _DONE:
@@ -246,13 +210,25 @@ class _Simulation:
         self.messages = remaining
 
 
-def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "copy") -> SimulatedRun:
-    """Simulate the program of rank 0 for all ranks: its messages arrive when its own messages leave.
+def run_streams(
+    streams: Sequence[Stream],
+    model: CostModel,
+    link: Link,
+    kind: Mover = "copy",
+    order: Sequence[tuple[int, int]] | None = None,
+) -> SimulatedRun:
+    """Simulate rank 0 for all ranks: its messages arrive when its own messages leave.
+
+    Args:
+        streams: communicate concurrently.
+        order: (stream, index of work) in computation order; None: the streams one after the other.
 
     Raises:
         ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
-    simulation = _Simulation(program, model, link, kind)
+    if order is None:
+        order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work))]
+    simulation = _Simulation(streams, order, model, link, kind)
     while True:
         while simulation.post() | simulation.compute():
             pass
@@ -260,14 +236,14 @@ def run_program(program: Program, model: CostModel, link: Link, kind: Mover = "c
         if not simulation.messages and not simulation.computing:
             break
         simulation.advance()
-    waiting = any(simulation.posted[n] < len(s.plan.messages) for n, s in enumerate(program.streams))
-    if waiting or simulation.next_work < len(program.order):
+    sizes = [message.num_bytes for stream in streams for message in stream.messages]
+    if sum(simulation.posted) < len(sizes) or simulation.next_work < len(order):
         raise ValueError(f"program: deadlock at work {simulation.next_work}; verify its plan")
     return SimulatedRun(
         simulation.now,
         simulation.compute_us,
-        simulation.sent_bytes,
+        sum(sizes),
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,
-        sum(size > 0 for stream in program.streams for size in stream.send_bytes),
+        sum(size > 0 for size in sizes),
     )

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_overlap.autotune.cost_model import CostModel, Link
+from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, StreamBuilder, in_order, run_program
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
 
@@ -41,13 +41,6 @@ class ExpertLayer:
         """Time to read and write rows in all."""
         return self.model.memory_us(rows * self.hidden * self.model.item_bytes)
 
-    def router_us(self, *, backward: bool) -> float:
-        """The GEMMs of the router."""
-        count = self.experts.shape.count
-        if not backward:
-            return self.model.gemm_us(self.tokens, count, self.hidden)
-        return self.model.gemm_us(self.tokens, self.hidden, count) + self.model.gemm_us(count, self.hidden, self.tokens)
-
     def activation_us(self, rows: int, *, backward: bool) -> float:
         """Between both linear layers of an expert."""
         outputs = rows * self.experts.shape.ffn_hidden_size
@@ -55,9 +48,8 @@ class ExpertLayer:
 
     def grouped_us(self, *, backward: bool) -> float:
         """All local experts of the stock path: their tiles together fill the device."""
-        local, rows = self.experts.local, self.rows
-        columns, _ = self._shapes[0]
-        weights = self.model.memory_us(local * columns * self.hidden * self.model.item_bytes)
+        local, rows, (columns, hidden) = self.experts.local, self.rows, self._shapes[0]
+        weights = self.model.memory_us(local * columns * hidden * self.model.item_bytes)
         gemms = sum(max(weights, each) for each in self._gemms_us(rows, backward))
         if backward:
             gemms += sum(self.model.gemm_us(local * n, k, rows // local) for n, k in self._shapes)
@@ -74,11 +66,6 @@ class ExpertLayer:
         """The weight gradients of one whole expert."""
         return sum(self.model.gemm_us(n, k, self.rows // self.experts.local) for n, k in self._shapes)
 
-    def link(self, peer: int) -> Link:
-        """The link from rank 0 to a peer."""
-        size, near = self.experts.parallel, min(self.experts.parallel, self.model.profile.devices_per_node)
-        return self.model.link(near if peer < near else size)
-
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of both weights of an expert."""
@@ -92,30 +79,28 @@ class ExpertLayer:
 
 def expert_ops(layer: ExpertLayer, shared: Sequence[Op], backward: bool) -> Sequence[Op]:
     """The operations in place of an MLP; `shared` are those of the shared experts."""
-    name = " grad" if backward else ""
-    ends = [
-        Op(f"router{name}", layer.router_us(backward=backward)),
-        Op(f"permute{name}", layer.moved_us(2 * layer.rows) + layer.moved_us(layer.rows + layer.tokens)),
-    ]
-    if _overlaps(layer):
-        played = _played(layer, sum(op.time_us for op in shared), backward)
-        tensor_us = sum(op.tensor_us for op in shared)
-        enqueue_us = played.num_messages * layer.model.enqueue_us + sum(op.enqueue_us for op in shared)
-        experts = Op(f"experts{name}", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
-        return *ends, experts
-    return *ends, *shared, *_stock_ops(layer, backward)
+    model, tokens, hidden, count = layer.model, layer.tokens, layer.hidden, layer.experts.shape.count
+    gemms = [(tokens, hidden, count), (count, hidden, tokens)] if backward else [(tokens, count, hidden)]
+    router = Op("router", sum(model.gemm_us(*shape) for shape in gemms))
+    permute = Op("permute", layer.moved_us(2 * layer.rows) + layer.moved_us(layer.rows + tokens))
+    if not _overlaps(layer):
+        return router, permute, *shared, *_stock_ops(layer, backward)
+    played = _played(layer, sum(op.time_us for op in shared), backward)
+    tensor_us = sum(op.tensor_us for op in shared)
+    enqueue_us = played.num_messages * model.enqueue_us + sum(op.enqueue_us for op in shared)
+    experts = Op("experts", played.time_us, tensor_us, expert_us=played.exposed_us, enqueue_us=enqueue_us)
+    return router, permute, experts
 
 
 def _stock_ops(layer: ExpertLayer, backward: bool) -> Sequence[Op]:
-    name = " grad" if backward else ""
-    experts = Op(f"experts{name}", layer.grouped_us(backward=backward))
+    experts = Op("experts", layer.grouped_us(backward=backward))
     if layer.experts.parallel == 1:
         return (experts,)
     num_bytes = layer.rows * layer.hidden * layer.model.item_bytes
     move_us = layer.model.all_to_all_us(num_bytes, layer.experts.parallel)
     # Rows of several experts are sorted by expert after dispatch, and by rank before combine.
-    sort = Op(f"sort{name}", 2 * layer.moved_us(2 * layer.rows) if layer.experts.local > 1 else 0.0)
-    dispatch, combine = (Op(f"{each}{name}", move_us, expert_us=move_us) for each in ("dispatch", "combine"))
+    sort = Op("sort", 2 * layer.moved_us(2 * layer.rows) if layer.experts.local > 1 else 0.0)
+    dispatch, combine = (Op(name, move_us, expert_us=move_us) for name in ("dispatch", "combine"))
     return dispatch, sort, experts, combine
 
 
@@ -137,11 +122,16 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    steps, link = StreamBuilder(), model.link(experts.parallel)
+    # On a device NCCL's kernels carry the messages. The next one starts when it has ended.
+    on_device, link = model.on_device, model.link(experts.parallel)
+    near = min(experts.parallel, model.profile.devices_per_node)
+    steps = Stream(0.0 if on_device else None)
 
     def send(segments: Segments, peer: int) -> int:
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
-        return steps.send(float(num_bytes), link.copy_rate / layer.link(peer).copy_rate)
+        peer_link = model.link(near) if peer < near else link
+        queued_us = peer_link.latency_us + model.launch_us if on_device else 0.0
+        return steps.send(float(num_bytes), link.copy_rate / peer_link.copy_rate, queued_us=queued_us)
 
     for message in plan.messages:
         send(message.sent, message.to)
@@ -157,9 +147,4 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     steps.compute(0.0, *combined)
-    if not model.on_device:
-        return run_program(in_order(steps.stream()), model, link, "copy")
-    # NCCL's kernels carry the messages. The next one starts when it has ended.
-    peers = [message.to for message in plan.messages] + [message.source for message in plan.messages]
-    queued_us = tuple(layer.link(peer).latency_us + model.launch_us for peer in peers)
-    return run_program(in_order(steps.stream(latency_us=0.0, queued_us=queued_us)), model, link, "message")
+    return run_streams([steps], model, link, "message" if on_device else "copy")

@@ -97,7 +97,6 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
@@ -150,7 +149,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.global_batch_size * self.seq_length
 
     def flops(self, attention: Attention = "causal") -> float:

@@ -1,11 +1,11 @@
 """Passes of one rank: transformer layer, embedding and logits, forward and backward, and the passes of generation."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES, CollectiveKind, CostModel, Link
+from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES, CollectiveKind, CostModel
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
@@ -24,7 +24,6 @@ _LAST_CALLS = (66, 50)
 OVERLAPPED_CALLS = 23  # additional ones of one pass of an overlapped linear layer, the mean of 18 passes
 
 
-@dataclass(frozen=True)
 class Layers:
     """The passes of a job with the costs of a machine.
 
@@ -35,35 +34,27 @@ class Layers:
     of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
 
-    job: Job
-    model: CostModel
-    forward_only: bool = False
-    cached: int = 0
-
-    @cached_property
-    def tensor_link(self) -> Link:
-        """Link between tensor parallel ranks, which are adjacent in a node."""
-        return self.model.link(self.job.tensor)
+    def __init__(self, job: Job, model: CostModel, *, forward_only: bool = False, cached: int = 0) -> None:
+        self.job, self.model, self.forward_only, self.cached = job, model, forward_only, cached
+        self.tensor_link = model.link(job.tensor)  # tensor parallel ranks are adjacent in a node
+        shape = job.model
+        # Columns of one rank.
+        self._ffn = shape.ffn_hidden_size // job.tensor
+        self._fc1_width = self._ffn * (2 if shape.swiglu else 1)
+        self._queries = shape.head_size * shape.num_attention_heads // job.tensor
+        self._keys = shape.head_size * shape.num_query_groups // job.tensor
+        self._qkv_width = self._queries + 2 * self._keys
 
     @cached_property
     def forward(self) -> Pass:
-        """Forward of one layer."""
         return self.skewed(*self._forward)
 
     @cached_property
     def _forward(self) -> tuple[Op, ...]:
-        return (
-            self._norm(),
-            self._column("qkv", self._qkv_width),
-            *self._rotary(),
-            *self._attention(),
-            self._row("proj", self._queries),
-            self._elementwise("add", "add", self.job.hidden_elements),
-            self._norm(),
-            *self._mlp(),
-            self._elementwise("add", "add", self.job.hidden_elements),
-            *self._calls(self._layer_calls(backward=False)),
-        )
+        add = self._elementwise("add", self.job.hidden_elements)
+        attention = (self._column("qkv", self._qkv_width), self._rotary(), *self._attention())
+        projected = (*attention, self._row("proj", self._queries), add)
+        return self._norm(), *projected, self._norm(), *self._mlp(), add, self._calls(self._layer_calls(backward=False))
 
     @cached_property
     def backward(self) -> Pass:
@@ -74,24 +65,22 @@ class Layers:
             self._norm(backward=True),
             self._row("proj", self._queries, backward=True),
             *self._attention(backward=True),
-            *self._rotary(backward=True),
+            self._rotary(backward=True),
             self._column("qkv", self._qkv_width, backward=True),
             self._norm(backward=True),
-            *self.accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
-            *self._calls(self._layer_calls(backward=True)),
+            self.accumulated(job.layer_parameters() / job.tensor + job.expert_parameters()),
+            self._calls(self._layer_calls(backward=True)),
         )
-        recomputed = tuple(replace(op, name=f"{op.name} again") for op in self._recomputed())
-        return self.skewed(*recomputed, *ops)
+        return self.skewed(*_named(self._recomputed(), "again"), *_named(ops, "grad"))
 
     def _mlp(self, *, backward: bool = False) -> Sequence[Op]:
-        experts = self.job.experts
+        experts, model = self.job.experts, self.job.model
         if experts is None:
             return self._dense("fc", self._ffn, backward)
         width = experts.shape.shared // self.job.tensor
         shared = self._dense("shared fc", width, backward) if experts.shape.shared else ()
-        tokens = int(self.job.hidden_elements) // self.job.model.hidden_size
-        layer = ExpertLayer(self.model, experts, self.job.model.hidden_size, self.job.model.swiglu, tokens)
-        return expert_ops(layer, shared, backward)
+        tokens = int(self.job.hidden_elements) // model.hidden_size
+        return expert_ops(ExpertLayer(self.model, experts, model.hidden_size, model.swiglu, tokens), shared, backward)
 
     def _dense(self, name: str, ffn: int, backward: bool) -> Sequence[Op]:
         ops = (
@@ -129,10 +118,10 @@ class Layers:
             kind: CollectiveKind = "reduce_scatter" if job.sequence_parallel else "all_reduce"
             batch_us = _BATCH_MESSAGES * self.model.message_us(0, self.tensor_link)
             forward += [_exposed("batch", batch_us), _exposed("embedding sum", self._collective_us(kind, moved))]
-        backward = [self._memory("embedding grad", 3 * moved), *self.accumulated(table), *self._calls(_FIRST_CALLS[1])]
+        backward = [self._memory("embedding", 3 * moved), self.accumulated(table), self._calls(_FIRST_CALLS[1])]
         if job.tensor > 1 and job.sequence_parallel:
-            backward = [_exposed("embedding grad gather", self._collective_us("all_gather", moved)), *backward]
-        return self.skewed(*forward, *self._calls(_FIRST_CALLS[0])), self.skewed(*backward)
+            backward.insert(0, _exposed("embedding gather", self._collective_us("all_gather", moved)))
+        return self.skewed(*forward, self._calls(_FIRST_CALLS[0])), self.skewed(*_named(backward, "grad"))
 
     @cached_property
     def last(self) -> tuple[Pass, Pass]:
@@ -146,10 +135,10 @@ class Layers:
             self._loss(columns, backward=True),
             self._column("logits", columns, backward=True),
             self._norm(backward=True),
-            *self.accumulated(self.job.table_parameters / self.job.tensor),
-            *self._calls(_LAST_CALLS[1]),
+            self.accumulated(self.job.table_parameters / self.job.tensor),
+            self._calls(_LAST_CALLS[1]),
         ]
-        return self.skewed(*forward, *self._calls(_LAST_CALLS[0])), self.skewed(*backward)
+        return self.skewed(*forward, self._calls(_LAST_CALLS[0])), self.skewed(*_named(backward, "grad"))
 
     def skewed(self, *ops: Op) -> Pass:
         """The pass of the operations with the rank skew and the host of the machine."""
@@ -157,59 +146,39 @@ class Layers:
         host_us = sum(op.enqueue_us for op in ops) - sum(op.time_us for op in ops)
         return with_rank_skew([*ops, Op("host", host_us)] if host_us > 0 else ops, self.model.late_us)
 
-    @property
-    def _ffn(self) -> int:
-        return self.job.model.ffn_hidden_size // self.job.tensor
-
-    @property
-    def _qkv_width(self) -> int:
-        return self._queries + 2 * self._keys
-
-    @property
-    def _queries(self) -> int:
-        return self.job.model.head_size * self.job.model.num_attention_heads // self.job.tensor
-
-    @property
-    def _keys(self) -> int:
-        return self.job.model.head_size * self.job.model.num_query_groups // self.job.tensor
-
     def _layer_calls(self, *, backward: bool) -> int:
         return _LAYER_CALLS[backward] + (_ROTARY_CALLS[backward] if self.job.model.rotary else 0)
 
     def _memory(self, name: str, elements: float) -> Op:
         return Op(name, self.model.memory_us(elements * self.model.item_bytes))
 
-    def _elementwise(self, name: str, kind: Elementwise, outputs: float, *, backward: bool = False) -> Op:
-        time_us = self.model.elementwise_us(kind, outputs, backward=backward)
-        return Op(f"{name} grad" if backward else name, time_us)
+    def _elementwise(self, kind: Elementwise, outputs: float, *, name: str | None = None, backward: bool = False) -> Op:
+        return Op(name or kind, self.model.elementwise_us(kind, outputs, backward=backward))
 
     def _norm(self, *, backward: bool = False) -> Op:
         kind: Elementwise = "rms_norm" if self.job.model.normalization == "RMSNorm" else "layer_norm"
-        return self._elementwise("norm", kind, self.job.hidden_elements, backward=backward)
+        return self._elementwise(kind, self.job.hidden_elements, name="norm", backward=backward)
 
     def _activation(self, ffn: int, *, backward: bool = False) -> Op:
         kind: Elementwise = "swiglu" if self.job.model.swiglu else "gelu"
-        return self._elementwise("activation", kind, self.job.rows * ffn, backward=backward)
+        return self._elementwise(kind, self.job.rows * ffn, name="activation", backward=backward)
 
-    def _rotary(self, *, backward: bool = False) -> Iterable[Op]:
-        if self.job.model.rotary:
-            elements = self.job.rows * (self._queries + self._keys)
-            yield self._elementwise("rotary", "rotary", elements, backward=backward)
+    def _rotary(self, *, backward: bool = False) -> Op:
+        elements = self.job.rows * (self._queries + self._keys) if self.job.model.rotary else 0
+        return self._elementwise("rotary", elements, backward=backward)
 
     def _loss(self, columns: int, *, backward: bool = False) -> Op:
         moved = LOSS_BYTES[backward] * self.job.rows * columns
-        return Op("loss grad" if backward else "loss", self.model.memory_us(moved, "loss", backward=backward))
+        return Op("loss", self.model.memory_us(moved, "loss", backward=backward))
 
-    def accumulated(self, parameters: float) -> Iterable[Op]:
+    def accumulated(self, parameters: float) -> Op:
         """Accumulation into the main gradients, if the GEMM does not do it."""
-        if not self.job.fused_accumulation:
-            moved = parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
-            yield Op("accumulate", self.model.memory_us(moved, "accumulate"))
+        moved = 0.0 if self.job.fused_accumulation else parameters * (MAIN_GRADIENT_BYTES + self.model.item_bytes)
+        return Op("accumulate", self.model.memory_us(moved, "accumulate"))
 
-    def _calls(self, calls: int) -> Iterable[Op]:
+    def _calls(self, calls: int) -> Op:
         """Host time of torch calls, if the device does not hide it."""
-        if self.model.calls_us(1):
-            yield Op("calls", self.model.calls_us(calls))
+        return Op("calls", self.model.calls_us(calls))
 
     def _collective_us(self, kind: CollectiveKind, elements: float) -> float:
         return self.model.collective_us(kind, elements * self.model.item_bytes, self.tensor_link)
@@ -222,7 +191,6 @@ class Layers:
 
     def _linear(self, name: str, n: int, k: int, *, column: bool, backward: bool) -> Op:
         job = self.job
-        name = f"{name} grad" if backward else name
         if job.tensor > 1 and not job.sequence_parallel:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
         linear = Linear(self.model, self.tensor_link, job.tensor_overlap, job.rows, n, k)
@@ -253,9 +221,8 @@ class Layers:
     def _attention(self, *, backward: bool = False) -> Iterable[Op]:
         """Causal attention. Over context ranks a ring: each step overlaps the transfer of the next keys and values."""
         job, model = self.job, self.job.model
-        name = "attention grad" if backward else "attention"
         if self.cached:
-            yield self._memory(name, 2.0 * job.rows * self.cached * self._keys)
+            yield self._memory("attention", 2.0 * job.rows * self.cached * self._keys)
             return
         heads = model.num_attention_heads // job.tensor
         flops = 2.0 * job.micro_batch_size * heads * model.head_size * job.seq_length**2 / job.context
@@ -263,26 +230,30 @@ class Layers:
             # All scores, masked ones included: two products forward, four backward.
             whole = self.model.attention_us(flops * (4.0 if backward else 2.0), backward=backward, fused=False)
             scores = job.micro_batch_size * heads * job.seq_length**2 / job.context
-            yield self._elementwise("scores", "scores", scores, backward=backward)
+            yield self._elementwise("scores", scores, backward=backward)
             if model.num_query_groups < model.num_attention_heads:
                 moved = 2 * job.rows * (self._keys + self._queries)
-                yield self._elementwise("repeat", "repeat", moved, backward=backward)
+                yield self._elementwise("repeat", moved, backward=backward)
         else:
             # Two products forward and five backward, each 2 s^2 d, half of it masked.
             whole = self.model.attention_us(flops * (2.5 if backward else 1.0), backward=backward)
         if job.context == 1:
-            yield Op(name, whole)
+            yield Op("attention", whole)
             return
         keys = 2 * job.rows * model.head_size * model.num_query_groups / job.tensor * self.model.item_bytes
         move = self.model.message_us(keys * (2 if backward else 1), self.model.link(job.context, job.tensor))
         step = whole / job.context
         time = step + (job.context - 1) * max(step, move)
-        yield Op(name, time, context_us=time - whole)
+        yield Op("attention", time, context_us=time - whole)
 
 
 def _exposed(name: str, time_us: float) -> Op:
     """Communication of the tensor parallel ranks that overlaps no computation."""
     return Op(name, time_us, tensor_us=time_us, sync="before")
+
+
+def _named(ops: Iterable[Op], suffix: str) -> list[Op]:
+    return [replace(op, name=f"{op.name} {suffix}") for op in ops]
 
 
 PROMPTS = (128, 512, 2048, 8192)

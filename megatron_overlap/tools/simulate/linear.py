@@ -28,18 +28,10 @@ from typing import Literal, get_args
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules import ChunkLayout, Plan, Work, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks
 from megatron_overlap.schedules.plan import Pattern, Split
-from megatron_overlap.tools.simulate.event_simulator import (
-    ANY_CHUNK,
-    Program,
-    SimulatedRun,
-    Stream,
-    StreamBuilder,
-    in_order,
-    run_program,
-)
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -49,26 +41,6 @@ SLICES = 4
 
 _CHUNKS = (1, 2, 4, 8)
 _Collective = Literal["all_gather", "reduce_scatter"]
-_Step = tuple[_Collective | Literal["compute"], float]
-
-
-def preceded_by(stream: Stream, first_us: float) -> Stream:
-    """The stream with work before it that all its messages wait for."""
-    plan = replace(
-        stream.plan,
-        messages=tuple(replace(each, after_work=each.after_work + 1) for each in stream.plan.messages),
-        work=(Work((ANY_CHUNK,)), *stream.plan.work),
-    )
-    return replace(stream, plan=plan, work_us=(first_us, *stream.work_us), add_us=(0.0, *stream.add_us))
-
-
-def followed_by(stream: Stream, then_us: float) -> list[Stream]:
-    """The stream and a second stream with work after it."""
-    if not then_us:
-        return [stream]
-    then = StreamBuilder()
-    then.compute(then_us)
-    return [stream, then.stream()]
 
 
 @dataclass(frozen=True)
@@ -115,38 +87,27 @@ class Linear:
 
     def row_forward(self) -> SimulatedRun:
         """`y_shard = reduce_scatter(x @ w.T)`."""
-        n, k = self.out_features, self.in_features
-        if self.overlap.method in ("serial", "stock") or self.link.size == 1:
-            return self._sequential([("compute", self.model.gemm_us(self.rows, n, k)), ("reduce_scatter", n)])
-        kind: Mover = "collective" if self.overlap.method in ("sliced", "userbuffers") else self._mover
-        return self._run(kind, *map(in_order, self._scatters(n, k)))
+        kind: Mover = "collective" if self._slices("reduce_scatter") else self._mover
+        return self._fastest(kind, self._scatters(self.out_features, self.in_features))
 
     def column_backward(self) -> SimulatedRun:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
         width, method, saved = self.in_features, self.overlap.method, self.overlap.save_gathered
         dgrad_us = self.model.gemm_us(self.rows, width, self.out_features)
+        steps = self._collectives()
         # wgrad needs the gathered input: gathered again, or saved by the forward.
-        if method in ("serial", "compiled") or self.link.size == 1:
-            sequence: list[_Step] = [] if saved else [("all_gather", width)]
-            sequence += [("compute", dgrad_us), ("reduce_scatter", width), ("compute", self.wgrad_us)]
-            return self._sequential(sequence)
-        steps = StreamBuilder()
-        gathered = () if saved else (self._send(steps, "all_gather", self.rows, width),)
-        if method in ("p2p", "fused", "sliced"):
+        gathered = () if saved else self._send(steps, "all_gather", self.rows, width)
+        if method in ("p2p", "fused", "sliced") and self.link.size > 1:
             steps.compute(self.wgrad_us, *gathered)
-            wgrad = self._regather() if self._queued and gathered else self._collectives(steps)
-            candidates = []
-            for scatter in self._scatters(width, self.out_features):
-                last = sum(bool(work.chunks) for work in scatter.plan.work)
-                order = [(0, k) for k in range(last)] + [(1, 0)] + [(0, k) for k in range(last, len(scatter.work_us))]
-                candidates.append(Program((scatter, wgrad), tuple(order)))
-            return self._run(self._mover, *candidates)
-        # Each collective overlaps the GEMM that does not depend on it.
-        steps.compute(dgrad_us)
+            wgrad = self._regather() if self._queued and gathered else steps
+            return self._fastest(self._mover, self._scatters(width, self.out_features), wgrad)
+        # Unless all is sequential, each collective overlaps the GEMM that does not depend on it.
+        sequential = method in ("serial", "compiled")
+        steps.compute(dgrad_us, *(gathered if sequential else ()))
         scattered = self._send(steps, "reduce_scatter", self.rows, width)
-        steps.compute(self.wgrad_us, *gathered)
-        steps.add(scattered)
-        return self._run("collective", in_order(self._collectives(steps)))
+        steps.compute(self.wgrad_us, *(scattered if sequential else gathered))
+        steps.compute(0.0, *scattered)
+        return self._fastest("collective", [steps])
 
     def row_backward(self) -> SimulatedRun:
         """`dx = all_gather(dy_shard) @ w`, `dw = all_gather(dy_shard).T @ x`."""
@@ -154,7 +115,6 @@ class Linear:
         return self._gather(self.in_features, self.out_features, then_us=self.wgrad_us + copy_us)
 
     def enqueue_us(self, run: SimulatedRun) -> float:
-        """Host time of the messages of a pass."""
         return run.num_messages * self.model.enqueue_us if self.overlap.method == "p2p" else 0.0
 
     @cached_property
@@ -193,56 +153,60 @@ class Linear:
         """The gather of the input in backward, and the weight gradient after its last message."""
         width = self.in_features
         gather = self._streams("all_gather", 0, width)[0]
-        work = Work((ANY_CHUNK,), needs=tuple(range(len(gather.plan.messages))))
-        time_us = sum(gather.work_us) + self._own_rows_us(width) + self.wgrad_us
-        return replace(gather, plan=replace(gather.plan, work=(work,)), work_us=(time_us,), add_us=(0.0,))
+        flags_us = sum(time_us for time_us, _ in gather.work)
+        gather.work.clear()
+        gather.compute(flags_us + self._own_rows_us(width) + self.wgrad_us, *range(len(gather.messages)))
+        return gather
 
     def _bytes(self, rows: float, width: int) -> float:
         return rows * width * self.model.item_bytes
 
     def _gather(self, n: int, k: int, then_us: float = 0.0) -> SimulatedRun:
         """An all-gather of rows of width k and the GEMM to width n, then other work."""
-        method = self.overlap.method
-        if method in ("serial", "stock") or self.link.size == 1:
-            gemm_us = self.model.gemm_us(self.rows, n, k)
-            return self._sequential([("all_gather", k), ("compute", gemm_us), ("compute", then_us)])
-        if method == "sliced":
-            steps = StreamBuilder()
-            for rows in self._slices:
-                self._send(steps, "all_gather", rows, k)
-            for message, rows in enumerate(self._slices):
-                steps.compute(self.model.gemm_us(rows, n, k), message)
-            return self._run("collective", in_order(*followed_by(self._collectives(steps), then_us)))
-        streams = self._streams("all_gather", n, k)
-        if method == "compiled":
-            streams = [preceded_by(stream, self._own_rows_us(k)) for stream in streams]
-        return self._run(self._mover, *(in_order(*followed_by(stream, then_us)) for stream in streams))
+        kind: Mover
+        if slices := self._slices("all_gather"):
+            steps = self._collectives()
+            gathered = [self._send(steps, "all_gather", rows, k) for rows in slices]
+            for messages, rows in zip(gathered, slices, strict=True):
+                steps.compute(self.model.gemm_us(rows, n, k), *messages)
+            streams, kind = [steps], "collective"
+        else:
+            streams, kind = self._streams("all_gather", n, k), self._mover
+        for stream in streams:
+            stream.compute(then_us)
+        return self._fastest(kind, streams)
 
     def _scatters(self, n: int, k: int) -> list[Stream]:
         """A GEMM from width k to width n, and the reduce-scatter of its result."""
-        if self.overlap.method not in ("sliced", "userbuffers"):
+        slices = self._slices("reduce_scatter")
+        if not slices:
             return self._streams("reduce_scatter", n, k)
-        steps, sent = StreamBuilder(), []
-        for rows in self._slices:
+        steps, sent = self._collectives(), list[int]()
+        for rows in slices:
             steps.compute(self.model.gemm_us(rows, n, k))
-            sent.append(self._send(steps, "reduce_scatter", rows, n))
-        steps.add(*sent)
-        return [self._collectives(steps)]
+            sent += self._send(steps, "reduce_scatter", rows, n)
+        steps.last_sums = steps.compute(0.0, *sent)
+        return [steps]
 
-    @property
-    def _slices(self) -> list[int]:
-        """Rows of each slice."""
+    def _slices(self, collective: _Collective) -> list[int]:
+        """Rows of each collective; empty: the ranks send messages."""
+        method = self.overlap.method
+        if method in ("serial", "stock") or self.link.size == 1:
+            return [self.rows]
+        sliced = method == "sliced" or (method == "userbuffers" and collective == "reduce_scatter")
         layout = ChunkLayout(self.rows, SLICES)
-        return [layout.shard_rows(index) for index in range(SLICES)]
+        return [layout.shard_rows(index) for index in range(SLICES)] if sliced else []
 
-    def _send(self, steps: StreamBuilder, kind: _Collective, rows: int, width: int) -> int:
-        """A collective over so many rows, after all steps so far."""
+    def _send(self, steps: Stream, kind: _Collective, rows: int, width: int) -> tuple[int, ...]:
+        """Adds a collective over so many rows, after all steps so far, if the group has several ranks."""
+        if self.link.size == 1:
+            return ()
         part = (self.link.size - 1) / self.link.size
         slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
-        return steps.send(self._bytes(rows, width) * part, slower)
+        return (steps.send(self._bytes(rows, width) * part, slower),)
 
-    def _collectives(self, steps: StreamBuilder) -> Stream:
-        return steps.stream(self.link.ring_latency_us + self.model.launch_us)
+    def _collectives(self) -> Stream:
+        return Stream(self.link.ring_latency_us + self.model.launch_us)
 
     def _streams(self, collective: _Collective, n: int, k: int) -> list[Stream]:
         """The point-to-point streams, one for each number of chunks and split that may be the fastest."""
@@ -270,28 +234,35 @@ class Linear:
         # See `add_early` of `PipelinedReduceScatter`.
         shallow = not gathers and k <= SHALLOW_DEPTH
         early = shallow and self._queued and pattern == "direct" and self.link.size > 2
-        if early:
-            *gemms, last = plan.work
-            sums = Work((), adds=last.adds[:-chunks]), Work((), adds=last.adds[-chunks:])
-            plan = replace(plan, work=(*gemms, *sums))
-        layout = plan.layout(self.rows)
+        layout, stream = plan.layout(self.rows), Stream(0.0 if self._queued else None)
         # The computing queue waits for the flag of each message.
         flag_us = 0.0 if self._copy_us is None else self.link.flag_us
-        times, additions = [], []
+        if gathers and self.overlap.method == "compiled":
+            stream.compute(self._own_rows_us(k))
+        done = [len(stream.work)]  # works of the stream after each number of works of the plan
         for index, work in enumerate(plan.work):
-            rows, launch_us = sum(layout.num_chunk_rows(chunk) for chunk in work.chunks), 0.0
-            gemm_us = self.model.gemm_us(rows, n, k)
-            if fused:  # a share of one GEMM
-                gemm_us = (self.model.gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
-                launch_us = self.model.launch_us if index == 0 else 0.0
-            times.append(gemm_us + len(work.needs) * flag_us + launch_us)
-            added = sum(layout.num_chunk_rows(plan.messages[message].recv) for message in work.adds)
-            # Before an early sum most messages have arrived long ago.
-            num_flags = bool(work.adds) if early else len(work.adds)
-            additions.append(self._added_us(added, layout.shard_rows(0), width, early) + num_flags * flag_us)
-        sizes = tuple(self._bytes(layout.num_chunk_rows(message.send), width) for message in plan.messages)
-        stream = Stream(plan, tuple(times), tuple(additions), sizes)
-        return replace(stream, latency_us=0.0, queued_us=self._queued_us(plan)) if self._queued else stream
+            if work.chunks:
+                rows, launch_us = sum(layout.num_chunk_rows(chunk) for chunk in work.chunks), 0.0
+                gemm_us = self.model.gemm_us(rows, n, k)
+                if fused:  # a share of one GEMM
+                    gemm_us = (self.model.gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
+                    launch_us = self.model.launch_us if index == 0 else 0.0
+                stream.compute(gemm_us + len(work.needs) * flag_us + launch_us, *work.needs)
+            for added in (work.adds[:-chunks], work.adds[-chunks:]) if early else (work.adds,):
+                if added:
+                    rows = sum(layout.num_chunk_rows(plan.messages[message].recv) for message in added)
+                    # Before an early sum most messages have arrived long ago.
+                    num_flags = 1 if early else len(added)
+                    time_us = self._added_us(rows, layout.shard_rows(0), width, early)
+                    stream.compute(time_us + num_flags * flag_us, *added)
+            done.append(len(stream.work))
+        queued_us = self._queued_us(plan) if self._queued else [0.0] * len(plan.messages)
+        for message, time_us in zip(plan.messages, queued_us, strict=True):
+            num_bytes = self._bytes(layout.num_chunk_rows(message.send), width)
+            after = done[message.after_work], message.after_message
+            stream.messages.append(Transfer(num_bytes, *after, queued_us=time_us))
+        stream.last_sums = done[sum(bool(work.chunks) for work in plan.work)]
+        return stream
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
         """Time to add received rows to own rows; `early`: in one of two sums, which write or read an fp32 total."""
@@ -304,21 +275,15 @@ class Linear:
         # An addition reads its terms once and reads and writes the sum.
         return self.model.memory_us(self._bytes(received + 2 * min(received, own), width))
 
-    def _sequential(self, steps: Sequence[_Step]) -> SimulatedRun:
-        """Collectives over rows of a width, and GEMMs of a time, one after the other."""
-        built = StreamBuilder()
-        needs: tuple[int, ...] = ()
-        for what, amount in steps:
-            if what == "compute":
-                built.compute(amount, *needs)
-                needs = ()
-            elif self.link.size > 1:
-                needs = (self._send(built, what, self.rows, int(amount)),)
-        return self._run("collective", in_order(self._collectives(built)))
-
-    def _run(self, kind: Mover, *programs: Program) -> SimulatedRun:
-        """The fastest of the programs."""
-        runs = (run_program(program, self.model, self.link, kind) for program in programs)
+    def _fastest(self, kind: Mover, streams: Sequence[Stream], wgrad: Stream | None = None) -> SimulatedRun:
+        """The fastest of the streams, each with the weight gradient of another stream before its last sums."""
+        runs = []
+        for stream in streams:
+            order = [(0, k) for k in range(len(stream.work))]
+            if wgrad is not None:
+                order.insert(stream.last_sums, (1, 0))
+            both = [stream] if wgrad is None else [stream, wgrad]
+            runs.append(run_streams(both, self.model, self.link, kind, order))
         return min(runs, key=lambda simulated: simulated.time_us)
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, StreamBuilder, run_program
+from megatron_overlap.tools.simulate.event_simulator import Stream, run_streams
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.passes import Op, Pass
@@ -47,19 +47,17 @@ class _PartLayers(Layers):
         attention = sum(op.time_us for each in passes for op in self._attention(backward=each))
         # Fused attention skips the masked scores: half of the own square is left.
         attention *= 1 + (1 if self.job.materializes_scores else 2) * keys_before / self.job.seq_length
-        core = attention + sum(op.time_us for op in self._rotary(backward=backward))
-        ffn = self._ffn * (2 if self.job.model.swiglu else 1)
+        core = attention + self._rotary(backward=backward).time_us
         activation = self._activation(self._ffn, backward=backward).time_us
         attended = self._step(core, self._qkv_width, self._queries, backward)
-        return attended, self._step(activation, ffn, self._ffn, backward)
+        return attended, self._step(activation, self._fc1_width, self._ffn, backward)
 
     def _step(self, core_us: float, columns: int, width: int, backward: bool) -> _Step:
-        rows, hidden, model = self.job.rows, self.job.model.hidden_size, self.model
-        gemm_us = model.gemm_us
+        rows, hidden, model, gemm_us = self.job.rows, self.job.model.hidden_size, self.model, self.model.gemm_us
         # One sum reads the received rows and the own rows, and writes the result.
         elements = self.job.hidden_elements
         added = 0.0 if model.on_device else model.memory_us((self.job.tensor + 1) * elements * model.item_bytes)
-        start = added + self._norm(backward=backward).time_us + self._elementwise("add", "add", elements).time_us
+        start = added + self._norm(backward=backward).time_us + self._elementwise("add", elements).time_us
         core_us += model.calls_us(self._layer_calls(backward=backward) / 2 + 2 * OVERLAPPED_CALLS)
         if not backward:
             return _Step(start, gemm_us(rows, columns, hidden), core_us, gemm_us(rows, hidden, width))
@@ -68,63 +66,33 @@ class _PartLayers(Layers):
 
     def first_rows(self) -> int:
         """Rows of all ranks in the first part of each sequence."""
-        job, hidden, ffn = self.job, self.job.model.hidden_size, self._ffn * (2 if self.job.model.swiglu else 1)
-        gemms = (self._qkv_width, hidden), (hidden, self._queries), (ffn, hidden), (hidden, self._ffn)
+        job, hidden = self.job, self.job.model.hidden_size
+        gemms = (self._qkv_width, hidden), (hidden, self._queries), (self._fc1_width, hidden), (hidden, self._ffn)
         processors, ranks = self.model.profile.device.gemm.processors, job.tensor
         known = processors if processors > 1 else None
         return ranks * balanced_rows(job.seq_length // ranks, ranks, job.micro_batch_size, gemms, self._queries, known)
 
     @property
-    def message_bytes(self) -> float:
-        """Bytes that a rank sends in one all-gather or reduce-scatter."""
-        return (self.job.tensor - 1) * self.job.hidden_elements * self.model.item_bytes
+    def own_bytes(self) -> float:
+        """Bytes of an activation of the part on one rank. The rank sends them to each peer in one collective."""
+        return self.job.hidden_elements * self.model.item_bytes
 
     @property
     def gathers_by_copies(self) -> bool:
         """See `PartGathers`."""
-        overlap, num_bytes = self.job.tensor_overlap, self.job.hidden_elements * self.model.item_bytes
-        if self.tensor_link.copy_us is None or not overlap.copies or overlap.save_gathered:
-            return False
-        return num_bytes >= MIN_COPY_BYTES
+        overlap = self.job.tensor_overlap
+        engines = self.tensor_link.copy_us is not None and overlap.copies and not overlap.save_gathered
+        return engines and self.own_bytes >= MIN_COPY_BYTES
 
     def fixed_us(self, kind: CollectiveKind) -> float:
         """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""
-        link, num_bytes = self.tensor_link, self.job.tensor * self.job.hidden_elements * self.model.item_bytes
+        link = self.tensor_link
         if kind == "all_gather" and self.gathers_by_copies:
             # Each copy has two flags: the buffer is free, and the rows have arrived.
             assert link.copy_us is not None
             return (self.job.tensor - 1) * (link.copy_us + 2 * link.flag_us)
-        return self.model.collective_us(kind, num_bytes, link) - self.message_bytes / link.copy_rate
-
-    def moved(self, split: Split, count: int) -> Op:
-        """The input is divided into parts before `count` layers, and the output is joined after them."""
-        num_bytes = self.job.hidden_elements * self.model.item_bytes
-        # `split_rows` moves most rows to other ranks.
-        exchange_us = self.model.all_to_all_us(num_bytes, self.job.tensor) if split == "sequence" else 0.0
-        copy_us = self.model.memory_us(2 * num_bytes)
-        return Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
-
-
-class _Part(StreamBuilder):
-    """The stream of one part. Each message is a collective."""
-
-    def __init__(self, layers: _PartLayers) -> None:
-        super().__init__()
-        self.layers = layers
-        self.kinds: list[CollectiveKind] = []
-
-    def collective(self, kind: CollectiveKind) -> int:
-        """A collective after all work so far; returns its number."""
-        self.kinds.append(kind)
-        return self.send(self.layers.message_bytes)
-
-    def build(self) -> Stream:
-        """The stream of all steps."""
-        if not self.layers.model.on_device:
-            return self.stream()
-        by_copies = self.layers.gathers_by_copies
-        movers: list[Mover] = ["copy" if kind == "all_gather" and by_copies else "message" for kind in self.kinds]
-        return self.stream(0.0, tuple(map(self.layers.fixed_us, self.kinds)), tuple(movers))
+        sent_us = (self.job.tensor - 1) * self.own_bytes / link.copy_rate
+        return self.model.collective_us(kind, self.job.tensor * self.own_bytes, link) - sent_us
 
 
 class _Schedule:
@@ -134,17 +102,22 @@ class _Schedule:
     """
 
     def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
-        self._steps, self._collectives = steps, collectives
+        self._layers, self._steps, self._collectives = layers, steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
-        self.parts = [_Part(each) for each in layers]
+        self.parts = [Stream(0.0 if each.model.on_device else None) for each in layers]
         self.order: list[tuple[int, int]] = []
-
-    def program(self) -> Program:
-        """The program of all steps."""
-        return Program(tuple(part.build() for part in self.parts), tuple(self.order))
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
         self.order.append((part, self.parts[part].compute(time_us, *needs)))
+
+    def _collective(self, part: int, kind: CollectiveKind) -> int:
+        """A collective of a part after all its work so far, as one message."""
+        layers = self._layers[part]
+        num_bytes = (layers.job.tensor - 1) * layers.own_bytes
+        if not layers.model.on_device:
+            return self.parts[part].send(num_bytes)
+        mover: Mover = "copy" if kind == "all_gather" and layers.gathers_by_copies else "message"
+        return self.parts[part].send(num_bytes, queued_us=layers.fixed_us(kind), mover=mover)
 
     def forward(self) -> None:
         """Each step starts the next one after its first GEMM."""
@@ -152,7 +125,7 @@ class _Schedule:
 
         def start(part: int, index: int) -> None:
             self._compute(part, self._steps[part][index].start, *([scatters[part]] if index else []))
-            gathers[part] = self.parts[part].collective("all_gather")
+            gathers[part] = self._collective(part, "all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -162,7 +135,7 @@ class _Schedule:
                 start(*self._sequence[position + 1])
             self._compute(part, step.core)
             self._compute(part, step.row)
-            scatters[part] = self.parts[part].collective("reduce_scatter")
+            scatters[part] = self._collective(part, "reduce_scatter")
         for part in range(2):
             self._compute(part, 0.0, scatters[part])
 
@@ -179,9 +152,9 @@ class _Schedule:
         def start(part: int, index: int) -> None:
             wgrads()
             self._compute(part, self._steps[part][index].start if index else 0.0, *([scatters[part]] if index else []))
-            of_output[part] = self.parts[part].collective("all_gather")
+            of_output[part] = self._collective(part, "all_gather")
             if not self._collectives:
-                of_input[part] = self.parts[part].collective("all_gather")
+                of_input[part] = self._collective(part, "all_gather")
 
         start(0, 0)
         for position, (part, index) in enumerate(self._sequence):
@@ -189,7 +162,7 @@ class _Schedule:
             wgrads()
             if self._collectives:
                 self._compute(part, 0.0, of_output[part])
-                of_input[part] = self.parts[part].collective("all_gather")
+                of_input[part] = self._collective(part, "all_gather")
             self._compute(part, step.row, of_output[part])
             postponed.append((part, step.row_wgrad, of_output[part]))
             self._compute(part, step.core)
@@ -197,7 +170,7 @@ class _Schedule:
             if position < len(self._sequence) - 1:
                 start(*self._sequence[position + 1])
             self._compute(part, step.column)
-            scatters[part] = self.parts[part].collective("reduce_scatter")
+            scatters[part] = self._collective(part, "reduce_scatter")
             postponed.append((part, step.column_wgrad, gathered))
         wgrads()
         for part in range(2):
@@ -239,20 +212,25 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         layers = parts[::-1] if backward else parts
         schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
         (schedule.backward if backward else schedule.forward)()
-        simulated = run_program(schedule.program(), model, whole.tensor_link)
-        gradients = whole.accumulated(job.layer_parameters() / job.tensor) if backward else ()
+        simulated = run_streams(schedule.parts, model, whole.tensor_link, order=schedule.order)
+        gradients_us = whole.accumulated(job.layer_parameters() / job.tensor).time_us if backward else 0.0
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
-        num_gathers = sum(kind == "all_gather" for part in schedule.parts for kind in part.kinds)
+        num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
         return Op(
             f"{split} parts{' grad' if backward else ''}",
-            simulated.time_us / count + sum(each.time_us for each in gradients),
+            simulated.time_us / count + gradients_us,
             simulated.exposed_us / count,
             sync="before",
             slack_us=simulated.slack_us,
             enqueue_us=enqueue_us,
         )
 
-    forward, moved = op(False), whole.moved(split, count)
+    # The input is divided into parts before `count` layers, and the output is joined after them.
+    num_bytes = job.hidden_elements * model.item_bytes
+    # `split_rows` moves most rows to other ranks.
+    exchange_us = model.all_to_all_us(num_bytes, job.tensor) if split == "sequence" else 0.0
+    copy_us = model.memory_us(2 * num_bytes)
+    forward, moved = op(False), Op("parts", 2 * (copy_us + exchange_us) / count, 2 * exchange_us / count)
     again = [replace(each, name=f"{each.name} again") for each in (moved, forward)] if job.recompute == "full" else []
     return whole.skewed(moved, forward), whole.skewed(*again, moved, op(True))

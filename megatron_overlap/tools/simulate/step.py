@@ -10,7 +10,7 @@ Megatron-Core.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,16 +39,19 @@ class Unit(NamedTuple):
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
     """The units of one stage in order.
 
-    With several model chunks per stage, stage s has the chunks s, s + stages, ...
-
-    Raises:
-        ValueError: several chunks, and `microbatches` is not a multiple of `stages`.
+    With several model chunks per stage, stage s has the chunks s, s + stages, ..., and `microbatches` is a multiple of
+    `stages`.
     """
-    if chunks > 1 and microbatches % stages:
-        raise ValueError(f"microbatches: {microbatches}: must be a multiple of the {stages} stages when interleaved")
+
+    def unit(backward: bool, index: int) -> Unit:
+        if chunks == 1:
+            return Unit(backward, 0, index)
+        group, position = divmod(index, stages * chunks)
+        chunk = position // stages
+        return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)
+
     total = microbatches * chunks
-    forwards = [_unit(False, index, stages, chunks) for index in range(total)]
-    backwards = [_unit(True, index, stages, chunks) for index in range(total)]
+    forwards, backwards = ([unit(backward, index) for index in range(total)] for backward in (False, True))
     warm_up = stages - stage - 1
     if chunks > 1:
         warm_up = 2 * warm_up + (chunks - 1) * stages
@@ -64,15 +67,7 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
     return max(accumulate(-1 if unit.backward else 1 for unit in order(stages, stage, chunks, microbatches)))
 
 
-def _unit(backward: bool, index: int, stages: int, chunks: int) -> Unit:
-    if chunks == 1:
-        return Unit(backward, 0, index)
-    group, position = divmod(index, stages * chunks)
-    chunk = position // stages
-    return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepTime:
     """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
 
@@ -84,14 +79,14 @@ class StepTime:
         optimizer_us: optimizer and the fixed time of a step in the profile.
     """
 
-    step_us: float
-    compute_us: float
-    tensor_us: float
-    context_us: float
-    expert_us: float
-    pipeline_us: float
-    data_us: float
-    optimizer_us: float
+    step_us: float = 0.0
+    compute_us: float = 0.0
+    tensor_us: float = 0.0
+    context_us: float = 0.0
+    expert_us: float = 0.0
+    pipeline_us: float = 0.0
+    data_us: float = 0.0
+    optimizer_us: float = 0.0
 
 
 @dataclass(slots=True)
@@ -100,12 +95,7 @@ class _Stage:
     units: deque[Unit]  # those that have not run
     parameters: dict[int, float]  # when those of each part arrive
     clock: float = 0.0
-    compute: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    waited_pipeline: float = 0.0
-    waited_data: float = 0.0
+    time: StepTime = field(default_factory=StepTime)
     ready: dict[int, float] = field(default_factory=dict)  # when the gradient of each part is complete
 
 
@@ -122,7 +112,9 @@ class _Part:
 class _Simulation:
     def __init__(self, job: Job, model: CostModel) -> None:
         self.job, self.model = job, model
-        self.parts = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
+        # By stage and model chunk, and by stage.
+        self.chunks = [[self._chunk(stage, c) for c in range(job.virtual)] for stage in range(job.pipeline)]
+        self.parts = [[part for chunk in chunks for part in chunk] for chunks in self.chunks]
         self.data_link = model.link(job.data * job.context, job.tensor)
         self.expert_link = model.link(job.expert_data, 1 if job.experts is None else job.experts.parallel)
         self.replicated = max(self.data_link.size, self.expert_link.size) > 1
@@ -142,22 +134,20 @@ class _Simulation:
 
     def buckets(self, stage: int) -> list[list[int]]:
         """Gradient buckets of a stage: parts numbered over its chunks, last part first, of Megatron's bucket size."""
-        sizes = [part.parameters for chunk in self.parts[stage] for part in chunk]
         least: float | None = self.job.bucket_parameters
         if least is None:
             least = max(_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * self.data_link.size)
         buckets: list[list[int]] = [[]]
-        for part in reversed(range(len(sizes))):
+        for part in reversed(range(len(self.parts[stage]))):
             buckets[-1].append(part)
-            if sum(sizes[index] for index in buckets[-1]) >= least:
+            if sum(self.parts[stage][index].parameters for index in buckets[-1]) >= least:
                 buckets.append([])
         return [bucket for bucket in buckets if bucket]
 
     def collective_us(self, stage: int, bucket: Sequence[int], *, gradients: bool) -> float:
         """Time of the collectives of a bucket: of its experts, and of its other parameters."""
-        parts = [part for chunk in self.parts[stage] for part in chunk]
+        parts, item_bytes = self.parts[stage], self.model.item_bytes
         kind: CollectiveKind = "all_gather"
-        item_bytes = self.model.item_bytes
         if gradients:
             kind = "reduce_scatter" if self.job.distributed_optimizer else "all_reduce"
             item_bytes = self.job.gradient_bytes
@@ -207,20 +197,21 @@ class _Simulation:
 
     def _run(self, stage: _Stage, unit: Unit, input_arrival: float) -> float:
         """Run a unit on a stage. Returns the time at which its result is in the next stage."""
-        stage.waited_pipeline += max(0.0, input_arrival - stage.clock)
+        spent = stage.time
+        spent.pipeline_us += max(0.0, input_arrival - stage.clock)
         stage.clock = max(stage.clock, input_arrival)
-        parts = self.parts[stage.number][unit.chunk]
-        first_part = sum(len(chunk) for chunk in self.parts[stage.number][: unit.chunk])
+        parts = self.chunks[stage.number][unit.chunk]
+        first_part = sum(len(chunk) for chunk in self.chunks[stage.number][: unit.chunk])
         last = unit.microbatch == self.job.num_microbatches - 1
         for index in reversed(range(len(parts))) if unit.backward else range(len(parts)):
             run = parts[index].backward if unit.backward else parts[index].forward
             arrival = 0.0 if unit.backward else stage.parameters.get(first_part + index, 0.0)
-            stage.waited_data += max(0.0, arrival - stage.clock)
+            spent.data_us += max(0.0, arrival - stage.clock)
             stage.clock = max(stage.clock, arrival) + run.time_us
-            stage.compute += run.time_us - (run.tensor_us + run.context_us + run.expert_us)
-            stage.tensor += run.tensor_us
-            stage.context += run.context_us
-            stage.expert += run.expert_us
+            spent.compute_us += run.time_us - (run.tensor_us + run.context_us + run.expert_us)
+            spent.tensor_us += run.tensor_us
+            spent.context_us += run.context_us
+            spent.expert_us += run.expert_us
             if unit.backward and last:
                 stage.ready[first_part + index] = stage.clock
         arrives = stage.clock
@@ -228,7 +219,7 @@ class _Simulation:
         if self.job.pipeline > 1 and (stage.number, unit.chunk) != last_chunk:
             arrives += self.hop_us
             if self.job.virtual == 1:  # 1F1B without interleaving waits for its message
-                stage.waited_pipeline += self.hop_us
+                spent.pipeline_us += self.hop_us
                 stage.clock = arrives
         return arrives
 
@@ -256,27 +247,21 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
     for stage in stages:
         end, took = simulation.gradients(stage)
         gathered = max(stage.parameters.values(), default=0.0)
-        hidden = max(0.0, took - (end - stage.clock)) + max(0.0, gathered - stage.waited_data)
+        hidden = max(0.0, took - (end - stage.clock)) + max(0.0, gathered - stage.time.data_us)
         ends.append(end + lost * hidden)
     trained = max(ends)
-    update = max(optimizer_us(job, model, stage) for stage in range(job.pipeline))
-    gather = 0.0
+    update, gather = max(optimizer_us(job, model, stage) for stage in range(job.pipeline)), 0.0
     if job.distributed_optimizer and job.data_overlap == "none":
         gather = max(
             sum(simulation.collective_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
             for s in range(job.pipeline)
         )
-    count = len(stages)
-    return StepTime(
-        step_us=trained + update + gather,
-        compute_us=sum(stage.compute for stage in stages) / count,
-        tensor_us=sum(stage.tensor for stage in stages) / count,
-        context_us=sum(stage.context for stage in stages) / count,
-        expert_us=sum(stage.expert for stage in stages) / count,
-        pipeline_us=sum(s.waited_pipeline + trained - end for s, end in zip(stages, ends, strict=True)) / count,
-        data_us=sum(s.waited_data + end - s.clock + gather for s, end in zip(stages, ends, strict=True)) / count,
-        optimizer_us=update,
-    )
+    for stage, end in zip(stages, ends, strict=True):
+        stage.time.pipeline_us += trained - end
+        stage.time.data_us += end - stage.clock + gather
+    names = [each.name for each in fields(StepTime)]
+    means = {name: sum(getattr(stage.time, name) for stage in stages) / len(stages) for name in names}
+    return StepTime(**means | {"step_us": trained + update + gather, "optimizer_us": update})
 
 
 def optimizer_us(job: Job, model: CostModel, stage: int) -> float:

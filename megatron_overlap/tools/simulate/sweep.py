@@ -7,6 +7,8 @@ without dropout masks.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import ITEM_BYTES, CostModel
 from megatron_overlap.tools.simulate.job import Job
@@ -19,7 +21,7 @@ _RESERVED_GIB = 4.0  # assumed for the CUDA context, library buffers and fragmen
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one rank in GiB, at the stage with the largest total."""
+    """Memory of one rank in GiB. The total includes the reserved memory."""
 
     parameters_and_gradients: float
     optimizer: float
@@ -28,7 +30,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts and the reserved memory."""
         return self.parameters_and_gradients + self.optimizer + self.activations + self.buffer_pool + _RESERVED_GIB
 
 
@@ -73,17 +74,13 @@ def layer_activation_bytes(job: Job) -> float:
     return outside + job.rows * (attention + mlp + experts) * item / job.tensor
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with its step time and memory."""
-
+class Candidate(NamedTuple):
     job: Job
     time: StepTime
     memory: Memory
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """The `best` layouts, fastest first, the number of possible ones, and of those that do not fit in memory."""
 
     best: Sequence[Candidate]
@@ -99,31 +96,22 @@ def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
     """
     capacity = model.profile.device.memory_gib.value
     tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node)]
-    fitting = [(layout, memory) for layout, memory in tried if memory.total <= capacity]
-    found = (Candidate(layout, simulate_step(layout, model), memory) for layout, memory in fitting)
-    best = sorted(found, key=lambda candidate: candidate.time.step_us)[:keep]
-    return Sweep(best, len(tried), len(tried) - len(fitting))
+    found = [Candidate(one, simulate_step(one, model), memory) for one, memory in tried if memory.total <= capacity]
+    found.sort(key=lambda candidate: candidate.time.step_us)
+    return Sweep(found[:keep], len(tried), len(tried) - len(found))
 
 
 def layouts(job: Job, per_node: int) -> Iterator[Job]:
     """Every possible layout with the number of ranks of the job."""
     world, layers = job.world_size, job.model.num_layers
     powers = [2**exponent for exponent in range(per_node.bit_length())]
-    for tensor in powers:
-        for context in (size for size in powers if tensor * size <= per_node):
-            for pipeline in (size for size in range(1, layers + 1) if layers % size == 0):
-                data, rest = divmod(world, tensor * context * pipeline)
-                if rest or not data:
-                    continue
-                each = layers // pipeline
-                for virtual in sorted({1, each, each // 2 if each % 2 == 0 else 1}) if pipeline > 1 else (1,):
-                    with suppress(ValueError):  # heads, rows or the batch are not divisible
-                        yield replace(
-                            job,
-                            tensor=tensor,
-                            context=context,
-                            pipeline=pipeline,
-                            data=data,
-                            virtual=virtual,
-                            sequence_parallel=tensor > 1,
-                        )
+    stages = [size for size in range(1, layers + 1) if layers % size == 0]
+    for tensor, context, pipeline in product(powers, powers, stages):
+        data, rest = divmod(world, tensor * context * pipeline)
+        if rest or not data or tensor * context > per_node:
+            continue
+        each = layers // pipeline
+        for virtual in sorted({1, each, each // 2 if each % 2 == 0 else 1}) if pipeline > 1 else (1,):
+            sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data, "virtual": virtual}
+            with suppress(ValueError):  # heads, rows or the batch are not divisible
+                yield replace(job, sequence_parallel=tensor > 1, **sizes)

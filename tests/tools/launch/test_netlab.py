@@ -146,7 +146,7 @@ def test_the_network_of_the_machine_does_not_change() -> None:
 
 def test_names_contain_the_pid_of_the_owner() -> None:
     with Netlab(hosts=2) as lab:
-        command = lab.wrap_switch(["ip", "-br", "link"])
+        command = lab.wrap(None, ["ip", "-br", "link"])
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         for host in range(2):
             assert f"mo{os.getpid()}h{host}@" in shown
@@ -176,7 +176,7 @@ def test_close_removes_namespaces_and_helpers() -> None:
     with pytest.raises(NetlabError, match="not open"):
         lab.wrap(0, ["true"])
     with pytest.raises(NetlabError, match="not open"):
-        lab.wrap_switch(["true"])
+        lab.wrap(None, ["true"])
 
 
 OWNER = """

@@ -22,7 +22,7 @@ from megatron_overlap.config.megatron_args import (
 )
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.rehearsal import compare_runs, rehearse
+from megatron_overlap.tools.launch.rehearsal import Rehearsal, rehearse
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord
 from tests.helpers.forked_python import ForkedPython
 from tests.helpers.te import needs_te
@@ -184,19 +184,20 @@ ON = PluginReport(True, "", 24, 100, ())
     ],
 )
 def test_failures_of_a_rehearsal(changed: dict[str, Any], message: str | None) -> None:
-    failures = compare_runs(STOCK, dataclasses.replace(STOCK, **{"report": ON, **changed}), downscaled_tiny()).failures
+    overlapped = dataclasses.replace(STOCK, **{"report": ON, **changed})
+    failures = Rehearsal(STOCK, overlapped, downscaled_tiny()).failures
     assert [message in failure for failure in failures] == ([True] if message else [])
 
 
 def test_experts_without_overlapped_calls_fail() -> None:
     downscaled = downscale(load_launch_config(CONFIGS / "qwen3_30b_a3b_ep16/overlap.yaml"), 2)[0]
     idle = dataclasses.replace(STOCK, report=dataclasses.replace(ON, overlapped_calls=0))
-    assert compare_runs(STOCK, idle, downscaled).failures == ("overlap.expert is on, but no call was overlapped",)
+    assert Rehearsal(STOCK, idle, downscaled).failures == ["overlap.expert is on, but no call was overlapped"]
 
 
 def test_nan_in_both_runs_fails() -> None:
     broken = dataclasses.replace(STOCK, losses=(math.nan, math.nan), report=ON)
-    assert len(compare_runs(broken, broken, downscaled_tiny()).failures) == 2
+    assert len(Rehearsal(broken, broken, downscaled_tiny()).failures) == 2
 
 
 @pytest.fixture

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules import Chunk, Message, Plan, Work
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Pattern, part_weights
-from megatron_overlap.tools.simulate.event_simulator import Program, Stream, in_order, run_program
+from megatron_overlap.tools.simulate.event_simulator import Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap, fastest
 from tests.tools.simulate.machines import machine
 
 ROWS, WIDTH = 480, 100
-CHUNK = Chunk(0, 0)
 
 
 def linear(choice: LinearOverlap, ranks: int, gemm_us: float, comm_us: float, **changes: float) -> Linear:
@@ -107,20 +105,23 @@ def test_every_method_moves_the_same_bytes(method: str) -> None:
     assert layer.column_backward().sent_bytes == pytest.approx(2 * one)
 
 
-def plan(rank: int, exchanges: tuple[Message, ...], work: tuple[Work, ...], ranks: int = 3) -> Plan:
-    return Plan("all_gather", "direct", ranks, rank, 1, exchanges, work)
+def stream(*sizes: float, work: tuple[tuple[float, tuple[int, ...]], ...] = ()) -> Stream:
+    """Messages of these sizes that wait for no work, and work with the messages that it needs."""
+    return Stream(messages=[Transfer(size) for size in sizes], work=list(work))
 
 
 def test_a_rank_sends_one_message_at_a_time() -> None:
     """Over two streams the first ready message leaves first; latencies overlap transfers."""
-    first = Stream(plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, (), 2), (), (), (4000.0, 4000.0), latency_us=1.0)
-    work = (Work((CHUNK,)), Work((CHUNK,)))
-    later = (Message(CHUNK, 0, CHUNK, 0, after_work=1), Message(CHUNK, 0, CHUNK, 0, after_work=2))
-    second = Stream(plan(0, later, work, 2), (2.0, 30.0), (0.0, 0.0), (1000.0, 1000.0), latency_us=1.0)
+    first, second = Stream(latency_us=1.0), Stream(latency_us=1.0)
+    for _ in range(2):
+        first.send(4000.0)
+    for time_us in (2.0, 30.0):
+        second.compute(time_us)
+        second.send(1000.0)
     model = machine()
-    simulated = run_program(in_order(first, second), model, model.link(2))
+    simulated = run_streams([first, second], model, model.link(2))
     assert simulated.arrived_us == (pytest.approx((5, 9)), pytest.approx((10, 34)))
-    beside = run_program(in_order(first, second), model, model.link(2), kind="collective")
+    beside = run_streams([first, second], model, model.link(2), kind="collective")
     assert beside.arrived_us[1][0] == pytest.approx(5)
 
 
@@ -128,17 +129,12 @@ def test_a_rank_sends_one_message_at_a_time() -> None:
 def test_slack_is_the_delay_that_causes_no_wait(compute_us: float, slack_us: float) -> None:
     """Two messages of 2 us: the first is needed after `compute_us`, the second 3 us later."""
     model = machine()
-    work = (Work((CHUNK,)), Work((CHUNK,), needs=(0,)), Work((CHUNK,), adds=(1,)))
-    stream = Stream(
-        plan(0, (Message(CHUNK, 0, CHUNK, 0),) * 2, work, 2), (compute_us, 1.0, 2.0), (0.0, 0.0, 1.0), (4000.0, 2000.0)
-    )
-    assert run_program(in_order(stream), model, model.link(2)).slack_us == pytest.approx(slack_us)
-    both = Stream(
-        replace(stream.plan, work=(work[0], Work((CHUNK,), needs=(0, 1)))), (10.0, 1.0), (0.0, 0.0), (4e3, 2e3)
-    )
-    assert run_program(in_order(both), model, model.link(2)).slack_us == pytest.approx(4.0)
-    nothing = Stream(plan(0, (), (Work((CHUNK,)),), 2), (compute_us,), (0.0,), ())
-    assert run_program(in_order(nothing), model, model.link(2)).slack_us == 0.0
+    one_by_one = stream(4000.0, 2000.0, work=((compute_us, ()), (1.0, (0,)), (2.0, ()), (1.0, (1,))))
+    assert run_streams([one_by_one], model, model.link(2)).slack_us == pytest.approx(slack_us)
+    both = stream(4e3, 2e3, work=((10.0, ()), (1.0, (0, 1))))
+    assert run_streams([both], model, model.link(2)).slack_us == pytest.approx(4.0)
+    nothing = stream(work=((compute_us, ()),))
+    assert run_streams([nothing], model, model.link(2)).slack_us == 0.0
 
 
 def test_slower_reduce_scatters() -> None:
@@ -151,28 +147,23 @@ def test_slower_reduce_scatters() -> None:
 
 def test_communication_slows_computation_down() -> None:
     model = machine(copy=0.5)
-    sent = (Message(CHUNK, 0, CHUNK, 0),)
-    stream = Stream(plan(0, sent, (Work((CHUNK,)),), 2), (10.0,), (0.0,), (4000.0,))
-    simulated = run_program(in_order(stream), model, model.link(2))
+    simulated = run_streams([stream(4000.0, work=((10.0, ()),))], model, model.link(2))
     # 4 us beside the message do 2 us of work; the other 8 come after.
     assert simulated.time_us == pytest.approx(12.0)
     assert simulated.exposed_us == pytest.approx(0.0)
 
 
 def test_additions_wait_for_their_messages_and_the_gemm_does_not() -> None:
-    model = machine()
-    sent = (Message(CHUNK, 0, CHUNK, 0),)
-    stream = Stream(plan(0, sent, (Work((CHUNK,), adds=(0,)),), 2), (3.0,), (1.0,), (5000.0,))
-    simulated = run_program(in_order(stream), model, model.link(2))
-    assert simulated.time_us == pytest.approx(6.0)
+    """Two ranks over a ring: a GEMM of half the rows, one beside the message, and a sum of 1 us after the message."""
+    simulated = linear(LinearOverlap("p2p", "ring", 1), 2, 6.0, 5.0, memory_gbps=3 * ROWS * WIDTH / 1e3).row_forward()
+    assert simulated.time_us == pytest.approx(3.0 + 5.0 + 1.0)
     assert simulated.exposed_us == pytest.approx(2.0)
 
 
 def test_a_deadlock_is_refused() -> None:
     model = machine()
-    stuck = Stream(plan(0, (), (Work((CHUNK,), needs=(0,)),), 2), (1.0,), (0.0,), ())
     with pytest.raises(ValueError, match="deadlock at work 0"):
-        run_program(Program((stuck,), ((0, 0),)), model, model.link(2))
+        run_streams([stream(work=((1.0, (0,)),))], model, model.link(2))
 
 
 ANY = st.builds(
@@ -209,16 +200,14 @@ def test_slower_links_never_help_and_bounds_hold(
 def test_a_message_waits_for_a_core_while_its_rank_computes(compute_us: float, expected: float) -> None:
     """Two sequential messages of 1 us; each waits up to 2.5 us for a core at the sender and at the receiver."""
     model = machine(busy_us=5.0)
-    moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0))
-    work = (Work((CHUNK,)), Work((CHUNK,), needs=(0, 1)))
-    program = in_order(Stream(plan(0, moves, work), (compute_us, 1.0), (0.0, 0.0), (1000.0, 1000.0)))
-    assert run_program(program, model, model.link(3)).time_us == pytest.approx(expected)
+    one = stream(1000.0, 1000.0, work=((compute_us, ()), (1.0, (0, 1))))
+    assert run_streams([one], model, model.link(3)).time_us == pytest.approx(expected)
 
 
 def test_forwarding_waits_for_a_core_at_the_receiver() -> None:
     """While the rank computes, twice: 2.5 us at the sender, 1 us of transfer, 2.5 us at the receiver."""
-    moves = (Message(CHUNK, 0, CHUNK, 0), Message(CHUNK, 0, CHUNK, 0, after_message=0))
-    program = in_order(Stream(plan(0, moves, (Work((CHUNK,)),)), (100.0,), (0.0,), (1000.0, 1000.0)))
+    forwarded = [Transfer(1000.0), Transfer(1000.0, after_message=0)]
+    one = Stream(messages=forwarded, work=[(100.0, ())])
     model = machine(busy_us=5.0)
-    simulated = run_program(program, model, model.link(3))
+    simulated = run_streams([one], model, model.link(3))
     assert simulated.arrived_us[0] == pytest.approx((6.0, 12.0))

@@ -40,8 +40,8 @@ def test_every_stage_runs_every_micro_batch_once_each_way(stages: int, chunks: i
 
 
 def test_interleaving_needs_micro_batches_for_every_stage() -> None:
-    with pytest.raises(ValueError, match="microbatches: 6: must be a multiple of the 4 stages"):
-        order(4, 0, 2, 6)
+    with pytest.raises(ValueError, match="parallel.pipeline: 4: interleaving needs pipeline stages, and 6 micro-batch"):
+        job(pipeline=4, virtual=2, global_batch_size=6)
 
 
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 8), (4, 1, 8), (4, 2, 8), (2, 4, 4), (8, 1, 8)])
