@@ -19,7 +19,12 @@ from megatron_overlap.comm import Transport, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops.tensor_parallel import p2p
-from megatron_overlap.ops.tensor_parallel.linear import _AllGatherLinear, _LinearReduceScatter
+from megatron_overlap.ops.tensor_parallel.linear import (
+    _AllGatherLinear,
+    _CopyLinear,
+    _LinearAllReduce,
+    _LinearReduceScatter,
+)
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.wgrad import WgradTarget
@@ -51,19 +56,26 @@ MODELS = {"8b": Model(4096, 14336), "70b": Model(8192, 28672)}
 
 @dataclass(frozen=True)
 class Case:
-    """One pass of one layer with `rows` gathered rows."""
+    """One pass of one layer with `rows` gathered rows; `plain` is without sequence parallelism: an all-reduce."""
 
     layer: str
     rows: int
     direction: str
     model: str = "8b"
+    plain: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} {self.rows} {self.layer} {self.direction}"
+        return f"{self.model} {self.rows} {self.layer} {self.direction}{' plain' * self.plain}"
 
 
 CASES = [
     Case(layer, rows, way, model) for model in MODELS for rows in (4096, 8192) for layer in LAYERS for way in DIRECTIONS
+]
+PLAIN_CASES = [
+    Case(layer, rows, {"row": "forward", "column": "backward"}[kind], model, plain=True)
+    for model in MODELS
+    for rows in (4096, 8192)
+    for layer, kind in LAYERS.items()
 ]
 
 
@@ -106,12 +118,16 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
                 return torch.empty(shape, device="cuda", dtype=dtype)
 
             w = empty(features // RANKS, hidden) if column else empty(hidden, features // RANKS)
-            x = empty(rows // RANKS, hidden) if column else empty(rows, features // RANKS)
-            dy = empty(rows, features // RANKS) if column else empty(rows // RANKS, hidden)
+            own_rows = rows if case.plain else rows // RANKS
+            x = empty(own_rows, hidden) if column else empty(rows, features // RANKS)
+            dy = empty(rows, features // RANKS) if column else empty(own_rows, hidden)
             target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
-            call = LinearOptions(P2PMethod(transport, LinearPlan()), target, num_rows=rows)
+            method = P2PMethod(transport, LinearPlan())
+            call = LinearOptions(method, target, num_rows=rows, save_input=True)
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
-            function = _AllGatherLinear if column else _LinearReduceScatter
+            function: Any = _AllGatherLinear if column else _LinearReduceScatter
+            if case.plain:
+                function = _CopyLinear if column else _LinearAllReduce
             device.ops.clear()  # the operations of the transport's creation
 
             def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, device: Recorder = device) -> None:
@@ -123,9 +139,9 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
                 if case.direction == "backward":
                     function.backward(context, dy)
                 elif column:
-                    _AllGatherLinear.forward(context, x, w, None, call)
+                    function.forward(context, x, w, None, call)
                 else:
-                    _LinearReduceScatter.forward(context, x, w, call)
+                    function.forward(context, x, w, call)
         devices.append(device)
     return devices
 
@@ -247,6 +263,12 @@ def main() -> None:
         cells = [makespan(devices, GPU, connections=1) for devices in others]
         cells += [value for t in both for value in (t.compute, t.communication, t.bound, t.one, t.eight)]
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in cells) + " |", flush=True)
+    print(f"\nAll-reduces, without sequence parallelism:\n\n| layer | copies: {columns} |\n" + "|---" * 6 + "|")
+    for case in PLAIN_CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            took = times(record(patch, case, "copies"))
+        plain = (took.compute, took.communication, took.bound, took.one, took.eight)
+        print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in plain) + " |", flush=True)
 
 
 if __name__ == "__main__":

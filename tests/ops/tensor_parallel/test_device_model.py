@@ -19,6 +19,7 @@ from tests.ops.tensor_parallel.device_layers import (
     GPU,
     LAYERS,
     MODELS,
+    PLAIN_CASES,
     RANKS,
     TRANSPORTS,
     Case,
@@ -50,6 +51,26 @@ def test_one_hardware_queue_overlaps_as_eight_do(monkeypatch: pytest.MonkeyPatch
     num_collectives = 2 if (LAYERS[case.layer], case.direction) == ("column", "backward") else 1
     shard_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
     assert sent_bytes(devices[0]) == pytest.approx(num_collectives * (RANKS - 1) * shard_bytes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if (case.model, case.rows) == ("8b", 4096) else pytest.mark.long)
+        for case in PLAIN_CASES
+    ],
+)
+def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """The sums that all ranks send to all others follow the last GEMM of forward. Backward hides them too."""
+    devices = record(monkeypatch, case, "copies")
+    took = times(devices)
+    assert took.one <= 1.05 * took.eight
+    if case.direction == "backward":
+        assert took.one <= took.bound
+    else:
+        assert took.one <= 1.1 * max(took.compute + took.communication / 2, took.communication) + 2 * took.piece
+    chunk_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
+    assert sent_bytes(devices[0]) == pytest.approx(2 * (RANKS - 1) * chunk_bytes)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
