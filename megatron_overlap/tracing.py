@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -204,42 +204,37 @@ def read_events(path: Path) -> RankEvents:
         data = path.read_bytes()
     except OSError as error:
         raise EventFileError(f"{path}: {error.strerror}") from error
-    lines = _lines(data)
-    head, _ = next(lines, ({}, b""))
+    file = io.BytesIO(data)
+    head = _object(file.readline())
     if head.get("format") != FORMAT:
         raise EventFileError(f"{path}: not a file of events of this release ({FORMAT}): record the run again")
     found = RankEvents(int(head["rank"]), np.empty(0, EVENT))
-    blocks = []
-    for content, block in lines:
-        if not content:
-            found.whole = False
+    blocks = [found.events]
+    while line := file.readline():
+        content = _object(line)
+        size = EVENT.itemsize * content.get("events", 0)
+        block = file.read(size)
+        found.whole = bool(content) and len(block) == size
+        if not found.whole:
             break
         found.names += content.get("names", [])
         if "clock" in content:
             found.marks.append(Mark(*content["clock"]))
         blocks.append(np.frombuffer(block, EVENT))
-    found.events = np.concatenate(blocks) if blocks else found.events
+    found.events = np.concatenate(blocks)
     named = found.events[found.events["kind"] != Kind.STEP]
     if len(named) and max(named["op"].max(), named["group"].max()) >= len(found.names):
         raise EventFileError(f"{path}: an event refers to an unknown name: the file is damaged")
     return found
 
 
-def _lines(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the object of each line and its records; yield an empty object if the file is truncated."""
-    file = io.BytesIO(data)
-    while line := file.readline():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            content = None
-        size = EVENT.itemsize * content.get("events", 0) if isinstance(content, dict) else 0
-        records = file.read(size)
-        if not isinstance(content, dict) or not line.endswith(b"\n") or len(records) < size:
-            content, records = {}, b""
-        yield content, records
-        if not content:
-            return
+def _object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a complete line; empty for any other line."""
+    try:
+        content = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
@@ -248,10 +243,10 @@ def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
     return [(int(row["operation"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
 
 
-def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def merged[Time: float](intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
     """Return the union of the intervals as disjoint intervals, in order."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(zip(starts.tolist(), stops.tolist(), strict=True)):
+    joined: list[tuple[Time, Time]] = []
+    for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         elif stop > start:
@@ -278,7 +273,7 @@ def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
     by_op = {
         direction_of(found.names[number]): int((stops - starts)[ops == number].sum()) / 1e6 for number in np.unique(ops)
     }
-    total = sum(stop - start for start, stop in merged(starts, stops))
+    total = sum(stop - start for start, stop in merged(zip(starts.tolist(), stops.tolist(), strict=True)))
     return Exposed(total / 1e6, dict(sorted(by_op.items(), key=lambda item: -item[1])))
 
 

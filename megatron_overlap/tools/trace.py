@@ -8,11 +8,11 @@ import gzip
 import itertools
 import json
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,29 +46,18 @@ def _on_clock_of_rank_0(times: npt.NDArray[np.int64], marks: Sequence[Mark]) -> 
     return shifted
 
 
-@dataclass(frozen=True)
-class ReceivedMessage:
-    """One message as its receiver recorded it.
+class Span(NamedTuple):
+    """One event of a rank, in nanoseconds, with the thread number and name of its row in the trace.
 
-    Attributes:
-        peer: global rank of the sender.
-        channel: number of the group in the file of the receiver.
-        message: number of the message within the operation.
-        start_ns: earliest time at which the message can have been in transit: the sender has posted it and the receiver
-            has the previous message of the same peer and group.
-        stop_ns: time of receipt.
-        sent_ns: time at which the sender posted the message; None where the events of the sender are missing.
+    The rows of operations count from thread 10, those of messages from 100.
     """
 
-    op: str
-    peer: int
-    group: str
-    channel: int
-    message: int
+    thread: int
+    row: str
+    name: str
     start_ns: int
     stop_ns: int
-    num_bytes: int
-    sent_ns: int | None
+    details: dict[str, Any]
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:
@@ -105,34 +94,43 @@ def sent_times(ranks: Sequence[RankEvents]) -> dict[MessageKey, int]:
     return {
         (rank.names[group], operation, message, rank.rank, peer): start_ns
         for rank in ranks
-        for group, operation, message, peer, start_ns in events_of(rank, Kind.SENT)[fields].tolist()
+        for group, operation, message, peer, start_ns in _events_of(rank, Kind.SENT)[fields].tolist()
     }
 
 
-def received_messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[ReceivedMessage]:
-    """The messages that a rank received, in order of receipt."""
+def messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[Span]:
+    """The messages that a rank received, in order of receipt, in a row for each peer and group.
+
+    A message starts at the earliest time at which it can have been in transit: the sender has posted it and the
+    receiver has the previous message of the same peer and group.
+    """
     previous: dict[tuple[int, int], int] = {}
     fields = ["op", "peer", "group", "operation", "message", "start_ns", "stop_ns", "num_bytes"]
-    events = np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns")[fields].tolist()
+    events = np.sort(_events_of(rank, Kind.RECEIVED), order="stop_ns")[fields].tolist()
     for op, peer, channel, operation, message, posted, stop, size in events:
         group = rank.names[channel]
         sent = sent_ns.get((group, operation, message, peer, rank.rank))
         start = max(posted if sent is None else sent, previous.get((peer, channel), 0))
         previous[peer, channel] = stop
+        details = {"bytes": size, "message": message, "from": peer}
+        if sent is not None:
+            details["since sent, us"] = round((stop - sent) / 1e3)
+        thread, row = 100 + 100 * peer + channel % 100, f"from rank {peer} ({group})"
         # The error of the clocks must not place the receipt before the start.
-        yield ReceivedMessage(rank.names[op], peer, group, channel, message, min(start, stop), stop, size, sent)
+        yield Span(thread, row, rank.names[op], min(start, stop), stop, details)
 
 
-def events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
+def waits(rank: RankEvents) -> Iterator[Span]:
+    """The waits of a rank, in the order of the file."""
+    fields = ["kind", "op", "message", "start_ns", "stop_ns"]
+    for kind, op, message, start, stop in _events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)[fields].tolist():
+        details = {"message": message} if kind == Kind.WAIT else {"by": "a collective of Megatron"}
+        yield Span(2, "waits (exposed communication)", rank.names[op], start, stop, details)
+
+
+def _events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
     """The events of some kinds, in the order of the file."""
     return rank.events[np.isin(rank.events["kind"], kinds)]
-
-
-_Span = tuple[int, str, str, int, int, dict[str, Any]]
-"""One event of a rank: thread number and name of its row, name, start and stop in nanoseconds, details.
-
-The rows of operations count from thread 10, those of messages from 100.
-"""
 
 
 def trace(
@@ -165,20 +163,22 @@ def trace(
 
 def exposed_table(ranks: Sequence[RankEvents]) -> Table:
     """Exposed time by op and direction: the mean over steps and ranks, and the largest mean of one rank."""
-    by_rank = {rank.rank: [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)] for rank in ranks}
+    whole = ("all", "")
+    by_rank: dict[int, list[Mapping[tuple[str, str], float]]] = {}
+    for rank in ranks:
+        found = [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)]
+        by_rank[rank.rank] = [{**step.by_op, whole: step.total_ms} for step in found]
     count = sum(len(steps) for steps in by_rank.values())
     figures = [Column(heading, justify="right") for heading in ("mean", "largest", "on rank")]
     title = f"exposed communication, ms per step ({count} rank steps)"
     table = Table("op", "direction", *figures, box=box.SIMPLE_HEAD, title=title)
-    keys = {key: None for steps in by_rank.values() for step in steps for key in step.by_op}
-    rows = [
-        (key, {rank: _mean([step.by_op.get(key, 0.0) for step in steps]) for rank, steps in by_rank.items()})
-        for key in keys
-    ]
-    totals = {rank: _mean([step.total_ms for step in steps]) for rank, steps in by_rank.items()}
-    for key, means in [*sorted(rows, key=lambda row: -sum(row[1].values())), (("all", ""), totals)]:
+    rows = []
+    for key in {key: None for steps in by_rank.values() for step in steps for key in step}:
+        means = {rank: fmean(step.get(key, 0.0) for step in steps) for rank, steps in by_rank.items()}
         largest = max(means, key=means.__getitem__)
-        table.add_row(*key, f"{_mean(list(means.values())):.2f}", f"{means[largest]:.2f}", str(largest))
+        rows.append((key, fmean(means.values()), means[largest], largest))
+    for key, mean, most, largest in sorted(rows, key=lambda row: (row[0] == whole, -row[1])):
+        table.add_row(*key, f"{mean:.2f}", f"{most:.2f}", str(largest))
     return table
 
 
@@ -207,7 +207,8 @@ def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
         yield {**common, "name": "process_name", "tid": 0, "args": {"name": f"rank {rank.rank}"}}
         yield {**common, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
         rows: set[int] = set()
-        spans = itertools.chain(_steps(rank), _compute(rank), _waits(rank), _ops(rank), _messages(rank, sent))
+        steps = (Span(0, "steps", f"step {number}", start, stop, {}) for number, start, stop in steps_of(rank))
+        spans = itertools.chain(steps, _compute(rank), waits(rank), _ops(rank), messages(rank, sent))
         for thread, row, name, start, stop, details in spans:
             if thread not in rows:
                 rows.add(thread)
@@ -225,51 +226,25 @@ def encode(events: Iterable[dict[str, Any]], metadata: dict[str, Any]) -> Iterat
     yield "\n]}\n"
 
 
-def _steps(rank: RankEvents) -> Iterator[_Span]:
-    for number, start, stop in steps_of(rank):
-        yield 0, "steps", f"step {number}", start, stop, {}
-
-
-def _compute(rank: RankEvents) -> Iterator[_Span]:
+def _compute(rank: RankEvents) -> Iterator[Span]:
     """The parts of the steps in which the rank did not wait."""
-    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
-    waiting = merged(waits["start_ns"], waits["stop_ns"])
+    waiting = merged((wait.start_ns, wait.stop_ns) for wait in waits(rank))
     for _, start, stop in steps_of(rank):
         at = start
         for begin, end in [*((b, e) for b, e in waiting if e > start and b < stop), (stop, stop)]:
             if begin > at:
-                yield 1, "compute", "compute", at, begin, {}
+                yield Span(1, "compute", "compute", at, begin, {})
             at = max(at, end)
 
 
-def _waits(rank: RankEvents) -> Iterator[_Span]:
-    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
-    for kind, op, message, start, stop in waits[["kind", "op", "message", "start_ns", "stop_ns"]].tolist():
-        details = {"message": message} if kind == Kind.WAIT else {"by": "a collective of Megatron"}
-        yield 2, "waits (exposed communication)", rank.names[op], start, stop, details
-
-
-def _ops(rank: RankEvents) -> Iterator[_Span]:
+def _ops(rank: RankEvents) -> Iterator[Span]:
     """Each operation in the first row that is free when it begins."""
     free_at: list[int] = []
-    for op, start, stop in np.sort(events_of(rank, Kind.OP), order="start_ns")[["op", "start_ns", "stop_ns"]].tolist():
+    for op, start, stop in np.sort(_events_of(rank, Kind.OP), order="start_ns")[["op", "start_ns", "stop_ns"]].tolist():
         row = next((row for row, until in enumerate(free_at) if until <= start), len(free_at))
         free_at[row : row + 1] = [stop]
-        yield 10 + row, "ops" if row == 0 else f"ops, {row} more at once", rank.names[op], start, stop, {}
-
-
-def _messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[_Span]:
-    """A row for each peer and group with the messages received from it."""
-    for message in received_messages(rank, sent_ns):
-        thread, row = 100 + 100 * message.peer + message.channel % 100, f"from rank {message.peer} ({message.group})"
-        details = {"bytes": message.num_bytes, "message": message.message, "from": message.peer}
-        if message.sent_ns is not None:
-            details["since sent, us"] = round((message.stop_ns - message.sent_ns) / 1e3)
-        yield thread, row, message.op, message.start_ns, message.stop_ns, details
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+        name = "ops" if row == 0 else f"ops, {row} more at once"
+        yield Span(10 + row, name, rank.names[op], start, stop, {})
 
 
 def _read(run_dir: Path) -> list[RankEvents]:
@@ -290,6 +265,5 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or text == ":" or (not found[2] and not found[1]):
         raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
-    first = int(found[1]) if found[1] else None
-    last = int(found[3]) if found[3] else None if found[2] else first
-    return first, last
+    first, last = found[1], found[3] if found[2] else found[1]
+    return int(first) if first else None, int(last) if last else None

@@ -1,7 +1,7 @@
 """`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from megatron_overlap.config import LaunchConfig, dump_config, load_launch_confi
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import comparison, flops, generation_report, megatron_logs, report
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, Launched, Side, Workload
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched, Side, Workload
 from megatron_overlap.tools.compare.generation import compare_generation, read_generation
 from megatron_overlap.tools.compare.rounds import (
     GenerationPlan,
@@ -115,7 +115,7 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
             *notes,
         ],
     }
-    _finish(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
+    report.write(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
 
 
 def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> None:
@@ -132,8 +132,6 @@ def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> 
     ]
     result = compare_generation(launched, {"rounds": rounds, "order": "alternating", "notes": how})
     generation_report.write(result, folder, _dumps(chosen))
-    rows, lines = generation_report.rows(result), generation_report.notes(result)
-    _show(folder, result.runs, rows, lines, generation_report.headline(result))
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
@@ -145,7 +143,7 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
     logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
     folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
-    _finish(comparison.compare(logged, settings=settings), folder, {})
+    report.write(comparison.compare(logged, settings=settings), folder, {})
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -209,25 +207,3 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _dumps(chosen: Selection) -> dict[str, str]:
     return {config.name: dump_config(config) for config in chosen.configs}
-
-
-def _finish(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    report.write(result, folder, configs)
-    lines = [report.headline(result), *filter(None, [report.attribution(result)])]
-    _show(folder, result.runs, report.rows(result), report.notes(result), *lines)
-
-
-def _show(
-    folder: Path, runs: Sequence[report.Reported], rows: Iterable[report.Row], notes: Iterable[str], *lines: str
-) -> None:
-    console = Console()
-    console.print(report.table(runs, rows))
-    for line in notes:
-        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for run, module, operation, reason, calls in report.fallback_lines(runs):
-        console.print(f"- {run}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
-    console.print()
-    for line in lines:
-        console.print(line, style="bold", highlight=False, soft_wrap=True)
-    names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
-    console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

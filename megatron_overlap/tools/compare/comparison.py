@@ -83,16 +83,27 @@ class TypicalStep:
 
 
 @dataclass(frozen=True)
+class ExposedOp:
+    """Waits for one op in one direction: mean and median over the timed steps."""
+
+    op: str
+    direction: str
+    ms: float
+    median_ms: float
+
+
+@dataclass(frozen=True)
 class ExposedSummary:
     """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
 
-    `share_of_step` is the total over the total step time. `by_op` has the mean and the median over steps by op and
-    direction in milliseconds, the largest mean first.
+    `share_of_step` is the total over the total step time. `floor_ms`, the compute-only floor, is the median step time
+    minus the median exposed communication. `by_op` has the largest mean first.
     """
 
     step_ms: Spread
     share_of_step: float
-    by_op: Mapping[tuple[str, str], tuple[float, float]]
+    floor_ms: float
+    by_op: list[ExposedOp]
 
 
 @dataclass(frozen=True)
@@ -122,11 +133,6 @@ class RunSummary:
     typical_step: TypicalStep
     exposed: ExposedSummary | None = None
     evaluation_ms: Spread | None = None
-
-    @property
-    def floor_ms(self) -> float | None:
-        """Compute-only floor: median step time minus median exposed communication; None without events."""
-        return None if self.exposed is None else self.step_time_ms.median - self.exposed.step_ms.median
 
 
 @dataclass(frozen=True)
@@ -236,27 +242,26 @@ def summarize(side: Side) -> RunSummary:
         link=side.link,
         plugin=first.report,
         typical_step=min(steps, key=lambda step: abs(step.step_time_ms - step_time.median)),
-        exposed=_exposed(side),
+        exposed=_exposed(side, step_time),
         evaluation_ms=Spread.of(evaluations) if evaluations else None,
     )
 
 
-def _exposed(side: Side) -> ExposedSummary | None:
+def _exposed(side: Side, step_time_ms: Spread) -> ExposedSummary | None:
     steps: list[StepExposed] = []
     for record in side.records:
         if record.exposed is None:
             return None
         steps += record.exposed[WARM_UP_ITERATIONS:]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
-    by_op = {}
-    for key in {key for step in steps for key in step.by_op}:
-        times = [step.by_op.get(key, 0.0) for step in steps]
-        by_op[key] = sum(times) / len(times), median(times)
-    return ExposedSummary(
-        step_ms=Spread.of([step.total_ms for step in steps]),
-        share_of_step=sum(step.total_ms for step in steps) / total_ms,
-        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1][0], item[0]))),
-    )
+    ops = []
+    for op, direction in {key for step in steps for key in step.by_op}:
+        times = [step.by_op.get((op, direction), 0.0) for step in steps]
+        ops.append(ExposedOp(op, direction, sum(times) / len(times), median(times)))
+    totals = [step.total_ms for step in steps]
+    step_ms, share = Spread.of(totals), sum(totals) / total_ms
+    ops.sort(key=lambda each: (-each.ms, each.op, each.direction))
+    return ExposedSummary(step_ms, share, step_time_ms.median - step_ms.median, ops)
 
 
 def _against(reference: Side, side: Side) -> AgainstReference:
@@ -317,7 +322,7 @@ def comparison_content(comparison: Comparison) -> Any:
     """The content of compare.json."""
     against = comparison.against
     content = {
-        "runs": [_run_content(run) for run in comparison.runs],
+        "runs": comparison.runs,
         "speedup": comparison.headline.speedup,
         "max_loss_deviation": _largest(entry.max_loss_deviation for entry in against),
         "max_grad_norm_deviation": _largest(entry.max_grad_norm_deviation for entry in against),
@@ -330,21 +335,6 @@ def comparison_content(comparison: Comparison) -> Any:
     if comparison.attribution is not None:
         content["attribution"] = comparison.attribution
     return json_content(content)
-
-
-def _run_content(run: RunSummary) -> dict[str, Any]:
-    exposed = None
-    if run.exposed is not None:
-        exposed = {
-            "step_ms": run.exposed.step_ms,
-            "share_of_step": run.exposed.share_of_step,
-            "floor_ms": run.floor_ms,
-            "by_op": [
-                {"op": op, "direction": direction, "ms": mean_ms, "median_ms": median_ms}
-                for (op, direction), (mean_ms, median_ms) in run.exposed.by_op.items()
-            ],
-        }
-    return {**vars(run), "exposed": exposed}
 
 
 def json_content(content: Mapping[str, Any]) -> Any:

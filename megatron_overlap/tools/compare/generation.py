@@ -58,7 +58,7 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True)
-class WorkloadSummary:
+class WorkloadSummary(Workload):
     """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
     Attributes:
@@ -68,7 +68,6 @@ class WorkloadSummary:
         first_difference: smallest index of a token that differs; None where none does.
     """
 
-    workload: Workload
     figures: Mapping[str, Spread]
     speedups: Mapping[str, Spread]
     sequences: int
@@ -78,18 +77,14 @@ class WorkloadSummary:
 
 @dataclass(frozen=True)
 class GenerationRun:
-    """The figures of one run, by workload."""
+    """The figures of one run, by workload. `tokens_equal`: every sequence has the tokens of the reference."""
 
     name: str
     engine: str
+    tokens_equal: bool
     workloads: tuple[WorkloadSummary, ...]
     link: Mapping[str, Any]
     plugin: PluginReport | None
-
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether every sequence has the tokens of the reference."""
-        return all(each.equal_sequences == each.sequences for each in self.workloads)
 
 
 GenerationComparison = Compared[GenerationRun]
@@ -124,7 +119,8 @@ def compare_generation(sides: Sequence[_Side], settings: Mapping[str, Any]) -> G
     for side in sides:
         first = side.records[0]
         workloads = tuple(_summarize(workload, side, reference) for workload in first.workloads)
-        runs.append(GenerationRun(side.name, first.engine, workloads, side.link, first.report))
+        equal = all(each.equal_sequences == each.sequences for each in workloads)
+        runs.append(GenerationRun(side.name, first.engine, equal, workloads, side.link, first.report))
     return GenerationComparison(runs, meta["versions"], device, settings)
 
 
@@ -141,7 +137,7 @@ def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSum
         for a, b in zip(one.tokens, other.tokens, strict=True)
     ]
     return WorkloadSummary(
-        workload,
+        **vars(workload),
         figures={name: Spread.of([each.figures[name] for each in mine]) for name in METRICS},
         speedups=speedups,
         sequences=len(places),
@@ -157,20 +153,4 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def generation_content(result: GenerationComparison) -> Any:
     """The content of compare.json."""
-    runs = [
-        {
-            "name": run.name,
-            "engine": run.engine,
-            "tokens_equal": run.tokens_equal,
-            "workloads": [_summary_content(each) for each in run.workloads],
-            "link": run.link,
-            "plugin": run.plugin,
-        }
-        for run in result.runs
-    ]
-    return json_content({"generation": True, **vars(result), "runs": runs})
-
-
-def _summary_content(summary: WorkloadSummary) -> dict[str, Any]:
-    content = {**vars(summary)}
-    return {**vars(content.pop("workload")), **content}
+    return json_content({"generation": True, **vars(result)})

@@ -148,7 +148,7 @@ def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: st
 
 def _step_times(axes: Any, result: Comparison) -> None:
     keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
-    if any(run.floor_ms is not None for run in result.runs):
+    if any(run.exposed is not None for run in result.runs):
         keys += "\ndashed: compute-only floor (step minus exposed communication)"
     style_axes(axes, "Step time, slowest rank (ms)", keys)
     longest = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
@@ -160,8 +160,8 @@ def _step_times(axes: Any, result: Comparison) -> None:
             axes.plot(times, [place + offset] * len(times), ".", color=color, alpha=0.45, markersize=6, mew=0)
         axes.plot([spread.p20, spread.p80], [place, place], color=color, lw=5, alpha=0.6, solid_capstyle="butt")
         axes.plot([spread.median] * 2, [place - 0.25, place + 0.25], color=color, lw=2.5)
-        if run.floor_ms is not None:
-            axes.plot([run.floor_ms] * 2, [place - 0.25, place + 0.25], color=_INK, lw=1.2, ls="--")
+        if run.exposed is not None:
+            axes.plot([run.exposed.floor_ms] * 2, [place - 0.25, place + 0.25], color=_INK, lw=1.2, ls="--")
         label = f"{run.name}:  {spread.median:.1f} ms"
         if run.mfu is not None:
             label += f",  MFU {run.mfu:.1%}"

@@ -1,8 +1,8 @@
-"""Writes a comparison: the table for the terminal, compare.json, compare.png and compare.html."""
+"""Publishes a comparison: the table on the terminal, compare.json, compare.png and compare.html."""
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
@@ -40,20 +41,12 @@ class Row:
     detail: bool = False
 
 
-@dataclass(frozen=True)
-class KeyFigure:
-    """A figure at the head of the report, of the second run and the reference."""
-
-    label: str
-    value: str
-    detail: str
+KeyFigure = tuple[str, str, str]
+"""A figure at the head of the report, of the second run and the reference: label, value, detail."""
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files. The page needs no scripts, other files or network access.
-
-    `configs` has the resolved config of each run by the name of the run. `RUNS_FOLDER` in `folder` has the events.
-    """
+    """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
     steps, step_notes = list[StepTimeline](), [NO_EVENTS]
     if any(run.exposed is not None for run in result.runs):
         steps, missing = timelines(result, folder / RUNS_FOLDER)
@@ -61,12 +54,14 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     caption = "read from finished logs"
     if not from_logs(result):
         caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
-    page = render(
+    publish(
+        folder,
+        partial(draw_overview, result, caption=caption),
+        comparison_content(result),
         "compare.html.j2",
         headline=headline(result),
         attribution=attribution(result),
         key_figures=key_figures(result),
-        overview=draw_overview(result, "svg", caption),
         timeline=draw_timelines(steps) if steps else None,
         timeline_notes=step_notes,
         breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
@@ -79,35 +74,42 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
         fallbacks=None if from_logs(result) else fallback_lines(result.runs),
         configs=configs,
     )
-    write_files(folder, draw_overview(result, "png", caption, headline(result)), page, comparison_content(result))
 
 
-def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, Any]) -> None:
-    """Put three complete files in place, the JSON last."""
+def publish(folder: Path, draw: Callable[..., bytes], figures: Any, template: str, **page: Any) -> None:
+    """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
+
+    Args:
+        draw: draws the overview, with a `form` and optionally a `title`.
+        figures: the content of the JSON file.
+        page: values of the template; `configs` has the resolved config of each run by the name of the run.
+    """
+    loader = PackageLoader("megatron_overlap.tools.compare")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
+    html = environment.get_template(template).render(overview=draw(form="svg"), **page)
     figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    content = {PNG_FILE: picture, HTML_FILE: page.encode(), JSON_FILE: figures_json.encode()}
+    picture = draw(form="png", title=page["headline"])
+    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json.encode()}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
-
-
-def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
-    """The table for a rich console, one column for each run."""
-    shown = Table("", box=box.SIMPLE_HEAD)
-    for run in runs:
-        shown.add_column(run.name, justify="right", overflow="fold")
-    for row in rows:
-        shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
-    return shown
-
-
-def render(template: str, **values: object) -> str:
-    """One of the templates of this package with its values."""
-    folder = PackageLoader("megatron_overlap.tools.compare")
-    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
-    return environment.get_template(template).render(**values)
+    table = Table("", box=box.SIMPLE_HEAD)
+    for run in page["runs"]:
+        table.add_column(run.name, justify="right", overflow="fold")
+    for row in page["rows"]:
+        table.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
+    console = Console()
+    console.print(table)
+    for line in page["notes"]:
+        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
+    for name, module, operation, reason, calls in page["fallbacks"] or ():
+        console.print(f"- {name}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
+    console.print()
+    for line in filter(None, (page["headline"], page.get("attribution"))):
+        console.print(line, style="bold", highlight=False, soft_wrap=True)
+    console.print(f"{folder}: {JSON_FILE}, {PNG_FILE}, {HTML_FILE}", highlight=False, soft_wrap=True)
 
 
 def headline(result: Comparison) -> str:
@@ -127,21 +129,21 @@ def attribution(result: Comparison) -> str | None:
 def key_figures(result: Comparison) -> list[KeyFigure]:
     """The figures at the head of the report, without those that are unknown."""
     before, after, first = result.runs[0], result.runs[1], result.headline
-    found = [
-        KeyFigure("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
-        KeyFigure("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
+    found: list[KeyFigure] = [
+        ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
+        ("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
     ]
     if before.exposed is not None and after.exposed is not None:
         share = _arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
         times = _arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
-        found.append(KeyFigure("exposed communication, ms", times, f"{share} of the step"))
+        found.append(("exposed communication, ms", times, f"{share} of the step"))
     if before.mfu is not None and after.mfu is not None:
         peak = f"of {after.peak_tflops:.4g} TFLOP/s per device"
-        found.append(KeyFigure("MFU", _arrow(before.mfu, after.mfu, "{:.1%}"), peak))
+        found.append(("MFU", _arrow(before.mfu, after.mfu, "{:.1%}"), peak))
     if first.max_loss_deviation is not None:
         own = before.own_loss_deviation
         detail = "largest, relative" if own is None else f"between rounds of the reference: {_deviation(own)}"
-        found.append(KeyFigure("loss deviation", _deviation(first.max_loss_deviation), detail))
+        found.append(("loss deviation", _deviation(first.max_loss_deviation), detail))
     return found
 
 
@@ -180,11 +182,12 @@ def rows(result: Comparison) -> list[Row]:
     if any(one is not None for one in exposed):
         medians = [None if one is None else one.step_ms.median for one in exposed]
         shares = [None if one is None else one.share_of_step for one in exposed]
+        floors = [None if one is None else one.floor_ms for one in exposed]
         shown += [
             Row("exposed communication, ms", tuple(_number(value, "{:.1f}") for value in medians)),
             Row("p20 to p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed), detail=True),
             Row("share of the step", tuple(_number(value, "{:.1%}") for value in shares), detail=True),
-            Row("compute-only floor, ms", tuple(_number(run.floor_ms, "{:.1f}") for run in runs)),
+            Row("compute-only floor, ms", tuple(_number(value, "{:.1f}") for value in floors)),
         ]
     if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
         return [row for row in shown if set(row.cells) - {"unknown", "reference"}]

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megatron_overlap import tracing
 from megatron_overlap.tools import trace
 from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
@@ -48,25 +46,18 @@ class Breakdown:
     timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
 
     `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
-    `grouped` are the ops in `REMAINING_WAITS`.
+    `grouped` are the ops in `REMAINING_WAITS`. A floor is the step minus all its waits; that of the reference is the
+    lower bound for any overlap of the same computation.
     """
 
     reference: str
     run: str
     reference_ms: float
     run_ms: float
+    reference_floor_ms: float
+    run_floor_ms: float
     changes: tuple[Change, ...]
     grouped: tuple[str, ...]
-
-    @property
-    def reference_floor_ms(self) -> float:
-        """Step of the reference minus all its waits: the lower bound for any overlap of the same computation."""
-        return self.changes[-1].before_ms
-
-    @property
-    def run_floor_ms(self) -> float:
-        """Step of the run minus all its waits."""
-        return self.changes[-1].after_ms
 
 
 def breakdowns(result: Comparison) -> list[Breakdown]:
@@ -87,22 +78,22 @@ def op_label(key: tuple[str, str]) -> str:
 
 def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after: ExposedSummary) -> Breakdown:
     start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
-    keys = list(dict.fromkeys([*before.by_op, *after.by_op]))
-    none = (0.0, 0.0)
-    times = {key: (before.by_op.get(key, none)[1], after.by_op.get(key, none)[1]) for key in keys}
-    shown = sorted((key for key in keys if max(times[key]) >= _MIN_SHARE * start_ms), key=lambda key: -max(times[key]))
-    shown = sorted(shown[:_MAX_OPS], key=lambda key: times[key][1] - times[key][0])
-    waits = (before.step_ms.median, after.step_ms.median)
+    old, new = ({(each.op, each.direction): each.median_ms for each in side.by_op} for side in (before, after))
+    times = {key: (old.get(key, 0.0), new.get(key, 0.0)) for key in {**old, **new}}
+    longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
+    shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
+    shown.sort(key=lambda key: times[key][1] - times[key][0])
     rows = [(op_label(key), *times[key]) for key in shown]
-    remaining = [waits[side] - sum(times[key][side] for key in shown) for side in (0, 1)]
-    rows.append((REMAINING_WAITS, remaining[0], remaining[1]))
-    rows.append((COMPUTATION, start_ms - waits[0], end_ms - waits[1]))
+    shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
+    rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
+    rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
     changes, at = [], start_ms
     for row in rows:
         changes.append(Change(*row, start_ms=at))
         at = changes[-1].stop_ms
-    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
-    return Breakdown(first.name, run.name, start_ms, end_ms, tuple(changes), grouped)
+    grouped = tuple(sorted(op_label(key) for key in times if key not in shown))
+    floors = before.floor_ms, after.floor_ms
+    return Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped)
 
 
 MAX_RANKS = 4  # with more ranks the picture shows only those that `RankStep.role` describes
@@ -187,8 +178,8 @@ def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> Step
     shown = tuple(
         _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
     )
-    known = [error for rank in ranks if (error := trace.clock_error_ns(rank)) is not None]
-    error_ns = max(known) if len(known) == len(ranks) else None
+    errors = [trace.clock_error_ns(rank) for rank in ranks]
+    error_ns = None if None in errors else max(error for error in errors if error is not None)
     return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)
 
 
@@ -208,25 +199,23 @@ def _rank_step(
 ) -> RankStep:
     _, start, stop = tracing.steps_of(rank)[0]
 
-    def spans(intervals: Iterable[tuple[int, int, str]]) -> tuple[Span, ...]:
-        """The parts inside the step of intervals in nanoseconds, in order."""
-        cut = sorted((max(begin, start), min(end, stop), name) for begin, end, name in intervals)
+    def inside(found: Iterable[trace.Span]) -> tuple[Span, ...]:
+        """The parts inside the step, in order."""
+        cut = sorted((max(one.start_ns, start), min(one.stop_ns, stop), one.name) for one in found)
         return tuple(
             Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(tracing.direction_of(name)))
             for begin, end, name in cut
             if end > begin
         )
 
-    waits = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
-    messages = list(trace.received_messages(rank, sent))
-    bounds = np.array([(one.start_ns, one.stop_ns) for one in messages], np.int64).reshape(-1, 2).clip(start, stop)
+    messages = inside(trace.messages(rank, sent))
     return RankStep(
         rank=rank.rank,
         role=role,
         start_ms=(start - zero) / 1e6,
         stop_ms=(stop - zero) / 1e6,
-        waits=spans((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in waits),
-        messages=spans((one.start_ns, one.stop_ns, one.op) for one in messages),
+        waits=inside(trace.waits(rank)),
+        messages=messages,
         waited_ms=waited_ms,
-        receiving_ms=sum(end - begin for begin, end in tracing.merged(bounds[:, 0], bounds[:, 1])) / 1e6,
+        receiving_ms=sum(end - begin for begin, end in tracing.merged((one.start_ms, one.stop_ms) for one in messages)),
     )
