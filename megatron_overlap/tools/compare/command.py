@@ -15,7 +15,6 @@ from megatron_overlap.tools.compare import comparison, flops, generation_report,
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched, Side, Workload
 from megatron_overlap.tools.compare.generation import compare_generation, read_generation
 from megatron_overlap.tools.compare.rounds import (
-    GenerationPlan,
     LaunchFailedError,
     Selection,
     read_training,
@@ -79,8 +78,9 @@ def compare(
         if engine not in ("dynamic", "static"):
             raise usage_error("compare --engine", engine, "give dynamic or static")
         lengths = None if prompt_tokens is None else _numbers("--prompt-tokens", prompt_tokens)
-        plan = GenerationPlan(lengths, _numbers("--batches", batches), new_tokens, engine)
-        _compare_generation(select_generation(given, plan), rounds, output)
+        sizes = _numbers("--batches", batches)
+        chosen = select_generation(given, prompt_tokens=lengths, batches=sizes, new_tokens=new_tokens, engine=engine)
+        _compare_generation(chosen, rounds, output)
     except (LaunchFailedError, comparison.NotComparableError, RunError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
@@ -92,13 +92,11 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
     folder, launched, notes = _launch(chosen, rounds, output, read_training)
     Console().print("measuring the peak rate of the device ...", highlight=False)
     name = str(launched[0].records[0].meta.get("device_name"))
-    peaks: dict[tuple[object, ...], flops.Peak] = {}
     sides = []
     for config, each in zip(chosen.configs, launched, strict=True):
-        key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
-        if key not in peaks:
-            peaks[key] = flops.find_peak(name, config)
-        sides.append(Side(each.name, each.link, each.records, _workload(config), peaks[key]))
+        device, threads = config.launch.device, config.launch.threads_per_rank
+        peak = flops.find_peak(name, device, config.train.precision, threads, config.world_size)
+        sides.append(Side(each.name, each.link, each.records, _workload(config), peak))
     settings = {
         "rounds": rounds,
         "order": "alternating",
@@ -115,7 +113,8 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
             *notes,
         ],
     }
-    report.write(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
+    result = comparison.compare(sides, serial=chosen.serial, settings=settings)
+    report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
 
 
 def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> None:
@@ -131,7 +130,7 @@ def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> 
         *notes,
     ]
     result = compare_generation(launched, {"rounds": rounds, "order": "alternating", "notes": how})
-    generation_report.write(result, folder, _dumps(chosen))
+    generation_report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
@@ -166,13 +165,15 @@ def _open_folder(output: Path | None, parent: str, run: str) -> Path:
 def _launch[Record](
     chosen: Selection, rounds: int, output: Path | None, read: Callable[[Path, LaunchConfig], Record]
 ) -> tuple[Path, list[Launched[Record]], list[str]]:
-    """All launches with their progress on the console: their folder, their records, and notes for the report."""
+    """All launches with their progress on the console: their folder and records, and notes for the report."""
     console, last, notes = Console(), chosen.configs[-1], list(chosen.notes)
     folder = _open_folder(output, last.launch.output_dir, last.name)
 
     def note(text: str) -> None:
-        notes.append(f"{text[0].upper()}{text[1:]}.")
-        console.print(f"note: {text}", highlight=False, soft_wrap=True)
+        line = f"{text[0].upper()}{text[1:]}."
+        if line not in notes:
+            notes.append(line)
+            console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     with console.status("") as status:
 
@@ -203,7 +204,3 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if not files:
         raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
     return files, [text for text in arguments if text not in files]
-
-
-def _dumps(chosen: Selection) -> dict[str, str]:
-    return {config.name: dump_config(config) for config in chosen.configs}

@@ -10,6 +10,7 @@ higher for the same step: `attention="full"` gives theirs.
 Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -184,25 +185,25 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
     return None
 
 
-def find_peak(device_name: str, cfg: LaunchConfig) -> Peak:
-    """The peak rate for a run: from the table, or measured on this machine.
+@functools.cache
+def find_peak(
+    device_name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int
+) -> Peak:
+    """The peak rate for a run: from the table, or measured once on this machine.
 
-    A measurement times large square GEMMs in the precision and with the threads of the run, on all ranks of the machine
-    at once. Ranks that run together share caches, memory and clock rate, as they do in the run.
+    A measurement times large square GEMMs in the precision and with the threads of the run, on CPU on all ranks at
+    once. Ranks that run together share caches, memory and clock rate, as they do in the run.
 
     Raises:
         RunError: a rank of the measurement failed.
     """
-    known = known_peak(device_name, cfg.train.precision) if cfg.launch.device == "cuda" else None
-    if known is not None:
+    if device == "cuda" and (known := known_peak(device_name, precision)) is not None:
         return known
-    device, precision, threads = cfg.launch.device, cfg.train.precision, cfg.launch.threads_per_rank
-    ranks = cfg.world_size if device == "cpu" else 1
+    ranks = world_size if device == "cpu" else 1
     measure, env = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        launches = [[*measure, str(file), device, precision] for file in files]
-        commands = [RankCommand(rank, argv, env) for rank, argv in enumerate(launches)]
+        commands = [RankCommand(rank, [*measure, str(file), device, precision], env) for rank, file in enumerate(files)]
         run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
         rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
     source = f"measured: best square {precision} GEMM"

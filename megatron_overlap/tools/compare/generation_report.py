@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary, generation_content
-from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes, title_and_caption
+from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes
 
 
 def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
@@ -26,8 +26,7 @@ def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], c
         _bars(axes, result, name, ticks)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8.5, frameon=False)
-    title_and_caption(figure, title, caption)
-    return as_file(figure, form)
+    return as_file(figure, form, caption, title)
 
 
 def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int, int]) -> None:

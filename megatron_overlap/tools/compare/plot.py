@@ -45,8 +45,7 @@ def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str,
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    title_and_caption(figure, title, caption)
-    return as_file(figure, form)
+    return as_file(figure, form, caption, title)
 
 
 def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
@@ -233,13 +232,6 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def title_and_caption(figure: Any, title: str, caption: str) -> None:
-    """Puts the headline, if any, above a picture and its caption below."""
-    if title:
-        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
-
-
 def make_figure(height: float) -> Any:
     """A figure of the width of all pictures, and of `height` inches."""
     figure: Any = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
@@ -247,8 +239,12 @@ def make_figure(height: float) -> Any:
     return figure
 
 
-def as_file(figure: Any, form: Literal["png", "svg"]) -> bytes:
-    """The content of the file of a figure."""
+def as_file(figure: Any, form: Literal["png", "svg"], caption: str = "", title: str = "") -> bytes:
+    """The content of the file of a figure, with a caption below it and a title above it."""
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
+    if caption:
+        figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.8}):  # text stays text: a smaller file
         figure.savefig(out, format=form, facecolor="white")

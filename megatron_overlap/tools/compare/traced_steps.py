@@ -4,7 +4,7 @@ The breakdown explains how the step time of the reference becomes that of anothe
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_overlap import tracing
@@ -113,21 +113,21 @@ class RankStep:
     """One step on one rank. All time that is not a wait counts as computation.
 
     Attributes:
-        role: why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
         start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
         waits: intervals in which the rank waited for communication.
         messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
         waited_ms, receiving_ms: length of the union of all waits, and of all messages.
+        role: why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
     """
 
     rank: int
-    role: str
     start_ms: float
     stop_ms: float
     waits: tuple[Span, ...]
     messages: tuple[Span, ...]
     waited_ms: float
     receiving_ms: float
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,33 +170,21 @@ def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], lis
 
 
 def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
-    bounds = {rank.rank: tracing.steps_of(rank)[0][1:] for rank in ranks}
-    zero = min(start for start, _ in bounds.values())
-    waited = {rank.rank: tracing.exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
-    roles = _roles(bounds, waited)
+    zero = min(tracing.steps_of(rank)[0][1] for rank in ranks)
     sent = trace.sent_times(ranks)
-    shown = tuple(
-        _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
-    )
+    steps = [_rank_step(rank, zero, sent) for rank in ranks]
+    if len(steps) > MAX_RANKS:
+        slowest = max(steps, key=lambda step: step.stop_ms - step.start_ms)
+        longest_wait = max(steps, key=lambda step: step.waited_ms)
+        roles = ((steps[0], "first"), (slowest, "slowest"), (longest_wait, "longest wait"))
+        named = [replace(step, role=", ".join(role for one, role in roles if one is step)) for step in steps]
+        steps = [step for step in named if step.role]
     errors = [trace.clock_error_ns(rank) for rank in ranks]
     error_ns = None if None in errors else max(error for error in errors if error is not None)
-    return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)
+    return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, tuple(steps), len(ranks), error_ns)
 
 
-def _roles(bounds: dict[int, tuple[int, int]], waited: dict[int, float]) -> dict[int, str]:
-    if len(bounds) <= MAX_RANKS:
-        return dict.fromkeys(bounds, "")
-    slowest = max(bounds, key=lambda rank: bounds[rank][1] - bounds[rank][0])
-    longest_wait = max(waited, key=waited.__getitem__)
-    roles: dict[int, str] = {}
-    for rank, role in ((min(bounds), "first"), (slowest, "slowest"), (longest_wait, "longest wait")):
-        roles[rank] = f"{roles[rank]}, {role}" if rank in roles else role
-    return roles
-
-
-def _rank_step(
-    rank: tracing.RankEvents, role: str, zero: int, sent: dict[trace.MessageKey, int], waited_ms: float
-) -> RankStep:
+def _rank_step(rank: tracing.RankEvents, zero: int, sent: dict[trace.MessageKey, int]) -> RankStep:
     _, start, stop = tracing.steps_of(rank)[0]
 
     def inside(found: Iterable[trace.Span]) -> tuple[Span, ...]:
@@ -211,11 +199,10 @@ def _rank_step(
     messages = inside(trace.messages(rank, sent))
     return RankStep(
         rank=rank.rank,
-        role=role,
         start_ms=(start - zero) / 1e6,
         stop_ms=(stop - zero) / 1e6,
         waits=inside(trace.waits(rank)),
         messages=messages,
-        waited_ms=waited_ms,
+        waited_ms=tracing.exposed_in(rank, start, stop).total_ms,
         receiving_ms=sum(end - begin for begin, end in tracing.merged((one.start_ms, one.stop_ms) for one in messages)),
     )
