@@ -21,7 +21,7 @@ WARM_UP_ITERATIONS = 2
 
 
 class NotComparableError(ValueError):
-    """Two series of losses or gradient norms cannot be compared; the text names the iteration."""
+    """Two series of losses or gradient norms cannot be compared; names the iteration."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Launched[Record]:
-    """All launches of one config: its name, the network, and one record for each round."""
+    """All launches of one config: the network, and one record for each round."""
 
     name: str
     link: Mapping[str, Any]
@@ -69,7 +69,6 @@ class Side(Launched[RunRecord]):
 
     @property
     def timed_rounds_ms(self) -> list[list[float]]:
-        """The timed steps of each round."""
         return [list(record.step_time_ms[WARM_UP_ITERATIONS:]) for record in self.records]
 
 
@@ -150,10 +149,7 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The factors of the speedup in each round: reference over serial run, and serial run over overlapped run.
-
-    The serial run sends the messages of the plugin without overlap.
-    """
+    """The factors of the speedup: reference over serial run, which does not overlap, and that over overlapped run."""
 
     faster_collective: Spread
     overlap: Spread
@@ -198,7 +194,7 @@ def compare(
         attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
     meta = reference.records[0].meta
     return Comparison(
-        runs=[summarize(side) for side in sides],
+        runs=[_summarize(side) for side in sides],
         against=[_against(reference, side) for side in sides[1:]],
         attribution=attribution,
         device={"kind": meta.get("device"), "name": meta.get("device_name"), "world_size": meta.get("world_size")},
@@ -207,8 +203,7 @@ def compare(
     )
 
 
-def summarize(side: Side) -> RunSummary:
-    """The figures of one side over its rounds."""
+def _summarize(side: Side) -> RunSummary:
     rounds = side.timed_rounds_ms
     step_time = Spread.of([time for times in rounds for time in times])
     work, seconds = side.workload, step_time.median / 1000
@@ -286,10 +281,7 @@ def _against(reference: Side, side: Side) -> AgainstReference:
 
 
 def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
-    """For each round, the median of the reference over the median of the other.
-
-    Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
-    """
+    """For each round, the median of the reference over that of the other: slow changes of the machine cancel."""
     return [median(base) / median(times) for base, times in zip(reference, other, strict=True)]
 
 
@@ -338,5 +330,5 @@ def comparison_content(comparison: Comparison) -> Any:
 
 
 def json_content(content: Mapping[str, Any]) -> Any:
-    """A content as JSON represents it: dataclasses are objects, infinity and NaN are null."""
+    """As JSON represents it: dataclasses are objects, infinity and NaN are null."""
     return json.loads(to_json(content, inf_nan_mode="null"))

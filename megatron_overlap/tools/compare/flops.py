@@ -34,18 +34,9 @@ VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatr
 EXPERTS_FLAG = "--num-experts"
 # Arguments that replace or extend the model of the `model` section.
 _OTHER_MODELS = (
-    "--moe-layer-freq",
-    "--moe-latent-size",
-    "--multi-latent-attention",
-    "--mtp-num-layers",
-    "--hybrid-",
-    "--is-hybrid-model",
-    "--experimental-attention-variant",
-    "--linear-attention-freq",
-    "--attention-output-gate",
-    "--spec",
-    "--heterogeneous-",
-    "--use-checkpoint-args",
+    *("--moe-layer-freq", "--moe-latent-size", "--multi-latent-attention", "--mtp-num-layers", "--hybrid-"),
+    *("--is-hybrid-model", "--experimental-attention-variant", "--linear-attention-freq", "--attention-output-gate"),
+    *("--spec", "--heterogeneous-", "--use-checkpoint-args"),
 )
 
 # TFLOP/s with dense bf16 or fp16 inputs and fp32 accumulation, by a part of the device name that the driver reports.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -214,8 +215,7 @@ def _training(axes: Any, result: Comparison) -> None:
     for place, run in enumerate(result.runs):
         steps = range(1, len(run.losses) + 1)
         shape = {"lw": 4, "alpha": 0.35} if place == 0 else {"lw": 1.4, "ls": "--" if place > 1 else "-"}
-        values = [float("nan") if value is None else value for value in run.losses]
-        losses.plot(steps, values, color=_color(place), label=run.name, **shape)
+        losses.plot(steps, np.array(run.losses, float), color=_color(place), label=run.name, **shape)
         if place == 0:
             continue
         for kind, marker in (("losses", "o"), ("grad_norms", "^")):
@@ -258,8 +258,7 @@ def style_axes(axes: Any, title: str, x_label: str = "") -> None:
     axes.grid(color=_GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _color(place: int) -> str:

@@ -16,15 +16,10 @@ from rich.table import Table
 from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
 from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
-from megatron_overlap.tools.compare.traced_steps import Breakdown, StepTimeline, breakdowns, timelines
+from megatron_overlap.tools.compare.traced_steps import breakdowns, timelines
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
-
-NO_EVENTS = (
-    "No timeline: these runs recorded no events. `megatron-overlap compare CONFIG overlap.trace=true` records "
-    "events and draws the timelines."
-)
 
 _MIB = 1024 * 1024
 
@@ -47,10 +42,8 @@ KeyFigure = tuple[str, str, str]
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
-    steps, step_notes = list[StepTimeline](), [NO_EVENTS]
-    if any(run.exposed is not None for run in result.runs):
-        steps, missing = timelines(result, folder / RUNS_FOLDER)
-        step_notes = [*(timeline_notes(steps) if steps else []), *missing]
+    traced = any(run.exposed is not None for run in result.runs)
+    steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
     caption = "read from finished logs"
     if not from_logs(result):
         caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
@@ -63,9 +56,9 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
         attribution=attribution(result),
         key_figures=key_figures(result),
         timeline=draw_timelines(steps) if steps else None,
-        timeline_notes=step_notes,
+        steps=steps,
+        missing=missing,
         breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
-        floor_note=floor_note,
         ms=partial(_ms, form=",.1f"),
         signed=partial(_ms, form="+,.1f"),
         runs=result.runs,
@@ -204,34 +197,6 @@ def call_rows(runs: Sequence[Reported]) -> list[Row]:
         stock.append("all" if active is None else f"{sum(fallback.calls for fallback in active.fallbacks):,}")
     labels = ("overlapped calls", "sent by overlapped calls, MiB", "calls on the stock path")
     return [Row(label, tuple(cells)) for label, cells in zip(labels, (calls, sent, stock), strict=True)]
-
-
-def floor_note(part: Breakdown) -> str:
-    """Both step times relative to the compute-only floor of the reference."""
-    floor = part.reference_floor_ms
-    return (
-        f"Compute-only floor of {part.reference}: {floor:,.1f} ms (its step minus all its waits). The step of "
-        f"{part.reference} takes {part.reference_ms / floor:.2f} times the floor, that of {part.run} "
-        f"{part.run_ms / floor:.2f} times."
-    )
-
-
-def timeline_notes(found: Sequence[StepTimeline]) -> list[str]:
-    """How to read the drawn steps."""
-    lines = [
-        "Each run: the timed step whose time is nearest to the median of the run, from the events of its ranks. All "
-        "steps start at 0. Grey is the step without its waits. Messages are those of overlapped ops, from the time of "
-        "sending to the time of receipt. For collectives of Megatron only the waits are recorded."
-    ]
-    known = [one.clock_error_ns for one in found if one.clock_error_ns is not None]
-    if len(known) == len(found):
-        lines.append(f"All ranks of a run are on one clock; its error is at most {max(known) / 1e3:,.0f} us.")
-    else:
-        names = ", ".join(one.run for one in found if one.clock_error_ns is None)
-        lines.append(f"The clocks of the ranks were not compared and are assumed equal: {names}.")
-    if any(len(one.ranks) < one.num_ranks for one in found):
-        lines.append("Drawn ranks: the first, the one with the longest step, and the one with the longest wait.")
-    return lines
 
 
 def notes(result: Comparison) -> list[str]:

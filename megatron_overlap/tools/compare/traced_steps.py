@@ -1,7 +1,4 @@
-"""What recorded events add to a comparison: the breakdown of each step time, and one step of each run, rank by rank.
-
-The breakdown explains how the step time of the reference becomes that of another run: waits by op, and computation.
-"""
+"""What recorded events add to a comparison: the breakdown of each step time, and one step of each run, rank by rank."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +6,7 @@ from pathlib import Path
 
 from megatron_overlap import tracing
 from megatron_overlap.tools import trace
-from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
+from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, TypicalStep
 from megatron_overlap.tools.compare.rounds import run_folder
 
 COMPUTATION = "computation and everything else"
@@ -40,14 +37,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The step times of the reference and of one run, row by row.
+    """How the step time of the reference becomes that of one run: waits by op, and computation.
 
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
-    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
+    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops. A floor is
+    the step minus all its waits; that of the reference is the lower bound for any overlap of the same computation.
 
     `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
-    `grouped` are the ops in `REMAINING_WAITS`. A floor is the step minus all its waits; that of the reference is the
-    lower bound for any overlap of the same computation.
+    `grouped` are the ops in `REMAINING_WAITS`.
     """
 
     reference: str
@@ -62,38 +59,35 @@ class Breakdown:
 
 def breakdowns(result: Comparison) -> list[Breakdown]:
     """One for each run except the reference, if both recorded events."""
-    first = result.runs[0]
-    return [
-        _breakdown(first, first.exposed, run, run.exposed)
-        for run in result.runs[1:]
-        if first.exposed is not None and run.exposed is not None
-    ]
+    first, before, found = result.runs[0], result.runs[0].exposed, []
+    for run in result.runs[1:]:
+        after = run.exposed
+        if before is None or after is None:
+            continue
+        start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
+        old, new = ({(each.op, each.direction): each.median_ms for each in side.by_op} for side in (before, after))
+        times = {key: (old.get(key, 0.0), new.get(key, 0.0)) for key in {**old, **new}}
+        longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
+        shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
+        shown.sort(key=lambda key: times[key][1] - times[key][0])
+        rows = [(op_label(key), *times[key]) for key in shown]
+        shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
+        rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
+        rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
+        changes, at = [], start_ms
+        for row in rows:
+            changes.append(Change(*row, start_ms=at))
+            at = changes[-1].stop_ms
+        grouped = tuple(sorted(op_label(key) for key in times if key not in shown))
+        floors = before.floor_ms, after.floor_ms
+        found.append(Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped))
+    return found
 
 
 def op_label(key: tuple[str, str]) -> str:
     """An op and its direction for the report. Some op names already end with the direction."""
     name, direction = key
     return name if direction == "-" or name.endswith(direction) else f"{name} {direction}"
-
-
-def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after: ExposedSummary) -> Breakdown:
-    start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
-    old, new = ({(each.op, each.direction): each.median_ms for each in side.by_op} for side in (before, after))
-    times = {key: (old.get(key, 0.0), new.get(key, 0.0)) for key in {**old, **new}}
-    longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
-    shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
-    shown.sort(key=lambda key: times[key][1] - times[key][0])
-    rows = [(op_label(key), *times[key]) for key in shown]
-    shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
-    rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
-    rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
-    changes, at = [], start_ms
-    for row in rows:
-        changes.append(Change(*row, start_ms=at))
-        at = changes[-1].stop_ms
-    grouped = tuple(sorted(op_label(key) for key in times if key not in shown))
-    floors = before.floor_ms, after.floor_ms
-    return Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped)
 
 
 MAX_RANKS = 4  # with more ranks the picture shows only those that `RankStep.role` describes
@@ -110,14 +104,11 @@ class Span:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step on one rank. All time that is not a wait counts as computation.
+    """One step on one rank, on the clock of rank 0. The first rank starts at 0.
 
-    Attributes:
-        start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
-        waits: intervals in which the rank waited for communication.
-        messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
-        waited_ms, receiving_ms: length of the union of all waits, and of all messages.
-        role: why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
+    All time that is not a wait for communication counts as computation. `messages` of overlapped ops to this rank were
+    in transit; they can overlap. `waited_ms` and `receiving_ms` are the lengths of the unions of waits and messages.
+    `role` is why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
     """
 
     rank: int
@@ -132,7 +123,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The typical step of one run: the median of all timed steps, the ranks that are shown, and how many recorded it.
+    """The typical step of one run: `ranks` are shown of `num_ranks` that recorded it; `median_ms` is of all steps.
 
     `clock_error_ns` is the largest clock error of a rank; None where a clock was not compared.
     """
