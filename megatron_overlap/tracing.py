@@ -57,9 +57,7 @@ _DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 class Trace:
     """Collects the events of this rank. Threads of transports add events concurrently: list operations are atomic.
 
-    Attributes:
-        clock: returns nanoseconds; clock of all events.
-        settle: callbacks that `take` runs first; they add events that a device has completed.
+    `clock` returns nanoseconds. `take` first runs the callbacks `settle`: they add events that a device has completed.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns) -> None:
@@ -94,9 +92,8 @@ class Trace:
         """Return all names so far and the events since the last call."""
         for settle in self.settle:
             settle()
-        count = len(self._rows)
-        rows = self._rows[:count]
-        del self._rows[:count]
+        rows = self._rows[:]
+        del self._rows[: len(rows)]
         return list(self._names), rows
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
@@ -148,11 +145,7 @@ class Mark(NamedTuple):
 
 
 class EventFile:
-    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields."""
 
     def __init__(self, path: Path, rank: int, head: dict[str, Any] | None = None) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
@@ -172,7 +165,6 @@ class EventFile:
         self._line({"clock": mark})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _line(self, content: dict[str, Any], more: bytes = b"") -> None:
@@ -195,11 +187,7 @@ class EventFileError(RuntimeError):
 
 
 def read_events(path: Path) -> RankEvents:
-    """Read the file of one rank.
-
-    Raises:
-        EventFileError: the file does not exist or has another format.
-    """
+    """Read the file of one rank. EventFileError: it does not exist or has another format."""
     try:
         data = path.read_bytes()
     except OSError as error:

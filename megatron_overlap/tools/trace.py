@@ -67,11 +67,7 @@ def event_files(run_dir: Path) -> dict[int, Path]:
 
 
 def align_steps(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
-    """The events of steps `first` to `last`, on the clock of rank 0. None leaves that end open.
-
-    Raises:
-        ValueError: no rank has such a step.
-    """
+    """The events of steps `first` to `last`, None: open end, on the clock of rank 0. ValueError: no rank has one."""
     aligned = []
     for rank in ranks:
         steps = [step for step in steps_of(rank) if (first or 0) <= step[0] <= (last or step[0])]
@@ -144,7 +140,15 @@ def trace(
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    ranks = _read(run_dir)
+    files = event_files(run_dir)
+    if not files:
+        what = "no events in it" if run_dir.is_dir() else "no such folder"
+        remedy = "run with overlap.trace=true, and give the folder of that run"
+        raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
+    try:
+        ranks = [read_events(path) for path in files.values()]
+    except EventFileError as error:
+        raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
     console = Console()
     try:
         aligned = align_steps(ranks, first, last)
@@ -245,18 +249,6 @@ def _ops(rank: RankEvents) -> Iterator[Span]:
         free_at[row : row + 1] = [stop]
         name = "ops" if row == 0 else f"ops, {row} more at once"
         yield Span(10 + row, name, rank.names[op], start, stop, {})
-
-
-def _read(run_dir: Path) -> list[RankEvents]:
-    files = event_files(run_dir)
-    if not files:
-        remedy = "run with overlap.trace=true, and give the folder of that run"
-        what = "no events in it" if run_dir.is_dir() else "no such folder"
-        raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
-    try:
-        return [read_events(path) for path in files.values()]
-    except EventFileError as error:
-        raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:

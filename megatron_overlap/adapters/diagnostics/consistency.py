@@ -1,7 +1,6 @@
-"""Checks at start that all ranks run the same config, versions and patches, and owns the flight recorder.
+"""Checks that all ranks run the same config, versions and patches, when Megatron makes its groups or at `enable`.
 
-The check runs when Megatron makes its process groups, or at `enable` where they exist. A program that makes its own
-groups is checked group by group, when the first transport of a group is opened.
+A program that makes its own groups is checked group by group, when the first transport of a group is opened.
 """
 
 import sys
@@ -125,19 +124,17 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
     The first call is collective. It compares the configurations of the ranks, and opens the transport with the timeout,
     trace, flight recorder, ordering and buffer registration of the session.
     """
-    transport = session.transports.find(group, channel)
-    if transport is None:
-        config = session.config
-        options = TransportOptions(
-            channel=channel,
-            timeout_s=config.timeout_s,
-            trace=session.trace,
-            flight_recorder=_checked_recorder(session, group),
-            ordered=bool(config.deterministic),
-            register_buffers=config.register_buffers,
-        )
-        transport = session.transports.open(group, options)
-    return transport
+    if (transport := session.transports.find(group, channel)) is not None:
+        return transport
+    options = TransportOptions(
+        channel=channel,
+        timeout_s=session.config.timeout_s,
+        trace=session.trace,
+        flight_recorder=_checked_recorder(session, group),
+        ordered=bool(session.config.deterministic),
+        register_buffers=session.config.register_buffers,
+    )
+    return session.transports.open(group, options)
 
 
 def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecorder | None:

@@ -14,14 +14,7 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import comparison, flops, generation_report, megatron_logs, report
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched, Side, Workload
 from megatron_overlap.tools.compare.generation import compare_generation, read_generation
-from megatron_overlap.tools.compare.rounds import (
-    LaunchFailedError,
-    Selection,
-    read_training,
-    run_rounds,
-    select,
-    select_generation,
-)
+from megatron_overlap.tools.compare.rounds import Selection, read_training, run_rounds, select, select_generation
 from megatron_overlap.tools.launch.command import iterations_in
 from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
@@ -81,7 +74,7 @@ def compare(
         sizes = _numbers("--batches", batches)
         chosen = select_generation(given, prompt_tokens=lengths, batches=sizes, new_tokens=new_tokens, engine=engine)
         _compare_generation(chosen, rounds, output)
-    except (LaunchFailedError, comparison.NotComparableError, RunError) as error:
+    except (comparison.NotComparableError, RunError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
     return 0
@@ -146,7 +139,6 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of `128,512`."""
     parts = text.split(",")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise usage_error(f"compare {option}", text, "give whole numbers of 1 or more, separated by commas")
@@ -189,7 +181,6 @@ def _launch[Record](
 
 
 def _workload(config: LaunchConfig) -> Workload:
-    """The work of one iteration of a config."""
     try:
         counted, convention = flops.step_flops(config), flops.CONVENTION
     except flops.UnknownFlopsError as error:

@@ -292,11 +292,11 @@ def max_deviation(reference: Sequence[float | None], other: Sequence[float | Non
         NotComparableError: at one place only one of the two is finite.
     """
     largest: float | None = None
-    for index, (a, b) in enumerate(zip(reference, other, strict=True)):
+    for iteration, (a, b) in enumerate(zip(reference, other, strict=True), start=1):
         if a is None or b is None:
             continue
         if math.isfinite(a) != math.isfinite(b):
-            raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
+            raise NotComparableError(f"{what} of iteration {iteration}: {a} in one run and {b} in the other")
         if math.isfinite(a):
             largest = max(largest or 0.0, deviation(a, b))
     return largest

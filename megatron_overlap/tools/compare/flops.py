@@ -125,11 +125,7 @@ def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_M
 
 
 def step_flops(cfg: LaunchConfig) -> float:
-    """Model FLOPs of one iteration over all ranks.
-
-    Raises:
-        UnknownFlopsError: `megatron_args` change the model of the `model` section.
-    """
+    """Model FLOPs of one iteration over all ranks. Raises as `known_model`."""
     known_model(cfg.megatron_args)
     multiple = number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
@@ -152,22 +148,16 @@ def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
 
 
 def known_model(megatron_args: Sequence[str]) -> None:
-    """Check that no argument changes the model of the `model` section.
-
-    Raises:
-        UnknownFlopsError: an argument changes the model.
-    """
+    """Raises an UnknownFlopsError if an argument changes the model of the `model` section."""
     for arg in megatron_args:
         if arg.startswith(_OTHER_MODELS):
             raise UnknownFlopsError(f"megatron_args: {arg}: the FLOPs of that model are unknown")
 
 
 def known_peak(device_name: str, precision: Precision) -> Peak | None:
-    """The figure of the data sheet; None if the table has none.
-
-    The table has no fp32 figures: a setting decides whether an fp32 GEMM runs in TF32.
-    """
-    if precision == "fp32" or "MIG" in device_name:  # a MIG instance is a part of the device
+    """The figure of the data sheet; None if the table has none."""
+    # A setting decides whether an fp32 GEMM runs in TF32. A MIG instance is a part of the device.
+    if precision == "fp32" or "MIG" in device_name:
         return None
     for name, tflops in HALF_TFLOPS.items():
         # Match whole words: `A100` contains `A10`, and `GH200` contains `H200`.

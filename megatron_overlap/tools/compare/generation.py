@@ -27,7 +27,6 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `128x4`."""
         return cls(*map(int, text.split("x")))
 
     def __str__(self) -> str:
@@ -62,8 +61,7 @@ class WorkloadSummary(Workload):
     """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
     Attributes:
-        speedups: in each round the time of the reference over that of the run; tokens/s the other way round. Empty for
-            the reference.
+        speedups: time of the reference over that of the run in each round, tokens/s inverted; none of the reference.
         equal_sequences: those with the tokens of the reference.
         first_difference: smallest index of a token that differs; None where none does.
     """
@@ -92,11 +90,7 @@ _Side = Launched[GenerationRecord]
 
 
 def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
-    """Reads what one launch of `scripts/generate_gpt.py` wrote.
-
-    Raises:
-        RunRecordError: a file is missing or incomplete; the text names it.
-    """
+    """Reads what one launch of `scripts/generate_gpt.py` wrote. RunRecordError: a file is missing or incomplete."""
     path = run_dir / RESULT_FILE
     content = read_object(path)
     try:

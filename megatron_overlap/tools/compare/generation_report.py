@@ -1,7 +1,6 @@
 """Table, page and picture of a comparison of generation."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,19 +48,17 @@ def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int
 
 def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison, as `report.publish` does."""
-    caption = f"{report.ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
     report.publish(
+        result,
         folder,
-        partial(draw_generation, result, caption=caption),
+        configs,
+        draw_generation,
         generation_content(result),
         "generation.html.j2",
         headline=headline(result),
         key_figures=key_figures(result),
-        runs=result.runs,
         rows=rows(result),
         notes=notes(result),
-        fallbacks=report.fallback_lines(result.runs),
-        configs=configs,
     )
 
 

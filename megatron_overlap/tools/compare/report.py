@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
+from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
 from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
 from megatron_overlap.tools.compare.traced_steps import breakdowns, timelines
@@ -44,12 +44,11 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
     traced = any(run.exposed is not None for run in result.runs)
     steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
-    caption = "read from finished logs"
-    if not from_logs(result):
-        caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
     publish(
+        result,
         folder,
-        partial(draw_overview, result, caption=caption),
+        configs,
+        draw_overview,
         comparison_content(result),
         "compare.html.j2",
         headline=headline(result),
@@ -61,22 +60,29 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
         breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
         ms=partial(_ms, form=",.1f"),
         signed=partial(_ms, form="+,.1f"),
-        runs=result.runs,
         rows=rows(result),
         notes=notes(result),
-        fallbacks=None if from_logs(result) else fallback_lines(result.runs),
-        configs=configs,
     )
 
 
-def publish(folder: Path, draw: Callable[..., bytes], figures: Any, template: str, **page: Any) -> None:
+def publish(
+    result: Compared[Any],
+    folder: Path,
+    configs: Mapping[str, str],
+    draw: Callable[..., bytes],
+    figures: Any,
+    template: str,
+    **page: Any,
+) -> None:
     """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
 
-    Args:
-        draw: draws the overview, with a `form` and optionally a `title`.
-        figures: the content of the JSON file.
-        page: values of the template; `configs` has the resolved config of each run by the name of the run.
+    `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
+    `caption` and optionally a `title`. `figures` is the content of the JSON file.
     """
+    logs = from_logs(result)
+    caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
+    draw = partial(draw, result, caption="read from finished logs" if logs else caption)
+    page |= {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallback_lines(result.runs)}
     loader = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
@@ -89,7 +95,7 @@ def publish(folder: Path, draw: Callable[..., bytes], figures: Any, template: st
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
     table = Table("", box=box.SIMPLE_HEAD)
-    for run in page["runs"]:
+    for run in result.runs:
         table.add_column(run.name, justify="right", overflow="fold")
     for row in page["rows"]:
         table.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
@@ -189,14 +195,15 @@ def rows(result: Comparison) -> list[Row]:
 
 def call_rows(runs: Sequence[Reported]) -> list[Row]:
     """The rows of the plugin's report."""
-    calls, sent, stock = [], [], []
+    columns = []
     for run in runs:
-        active = run.plugin if run.plugin is not None and run.plugin.active else None
-        calls.append("plugin off" if active is None else f"{active.overlapped_calls:,}")
-        sent.append("-" if active is None else f"{active.sent_bytes / _MIB:,.1f}")
-        stock.append("all" if active is None else f"{sum(fallback.calls for fallback in active.fallbacks):,}")
+        cells = ("plugin off", "-", "all")
+        if run.plugin is not None and run.plugin.active:
+            stock = sum(fallback.calls for fallback in run.plugin.fallbacks)
+            cells = (f"{run.plugin.overlapped_calls:,}", f"{run.plugin.sent_bytes / _MIB:,.1f}", f"{stock:,}")
+        columns.append(cells)
     labels = ("overlapped calls", "sent by overlapped calls, MiB", "calls on the stock path")
-    return [Row(label, tuple(cells)) for label, cells in zip(labels, (calls, sent, stock), strict=True)]
+    return list(map(Row, labels, zip(*columns, strict=True)))
 
 
 def notes(result: Comparison) -> list[str]:
@@ -236,7 +243,7 @@ def version_notes(versions: Mapping[str, Any]) -> list[str]:
     return [f"Versions: {', '.join(known)}."] if known else []
 
 
-def from_logs(result: Comparison) -> bool:
+def from_logs(result: Compared[Any]) -> bool:
     """Whether the figures are from finished logs."""
     return result.settings.get("source") == "logs"
 

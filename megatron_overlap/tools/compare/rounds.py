@@ -24,10 +24,6 @@ _MUST_AGREE = (
 )
 
 
-class LaunchFailedError(RuntimeError):
-    """One launch of a comparison failed; the text names the round, the run and the rank."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """The launches of a comparison, the reference first, and the changes made to the configs, for the report.
@@ -140,7 +136,7 @@ def run_rounds[Record](
 
     Raises:
         ConfigError: a config cannot be launched; nothing was started.
-        LaunchFailedError: a launch failed; its processes have ended.
+        RunError: a launch failed; its processes have ended. The text names the round, the run and the rank.
     """
     numbers = range(1, rounds + 1)
     plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
@@ -153,7 +149,7 @@ def run_rounds[Record](
                 execute(launched, on_line=on_line, on_note=on_note)
                 read_before.append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise LaunchFailedError(f"round {number} of {rounds}, {config.name}: {error}") from error
+                raise RunError(f"round {number} of {rounds}, {config.name}: {error}") from error
     # The network is that of the last launch of a config.
     return [
         Launched(config.name, _link_of(launched), tuple(each))
