@@ -56,12 +56,9 @@ class Tally:
 class AutotuneLine:
     """What `method: auto` selected for the calls of one shape.
 
-    Attributes:
-        module: kind and shape of the layer, such as `column 1024->2816`.
-        passes: the passes that were measured together.
-        method: the method that runs these calls now.
-        ms, stock_ms: its time, and that of the stock path; None where it was not measured.
-        reason: the measurement behind the selection, or why other candidates were excluded.
+    `module` has kind and shape of the layer, such as `column 1024->2816`. `passes` were measured together. `method`
+    runs these calls now. `ms` is its time, `stock_ms` that of the stock path; None where it was not measured. `reason`
+    is the measurement behind the selection, or why other candidates were excluded.
     """
 
     module: str

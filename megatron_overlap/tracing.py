@@ -28,18 +28,12 @@ FORMAT = "megatron_overlap events 1"
 class Kind(IntEnum):
     """Kind of an event. Every event has a start and a stop on the clock of this rank."""
 
-    STEP = 0
-    """One training step; `op` is unused, `operation` is its number."""
-    OP = 1
-    """From posting the first message of an operation until the caller may reuse all buffers."""
-    WAIT = 2
-    """The computing thread or stream waited for a message."""
-    SENT = 3
-    """A message was posted at `start`, when its buffer was ready."""
-    RECEIVED = 4
-    """A message arrived at `stop`; its receive was posted at `start`."""
-    COLLECTIVE_WAIT = 5
-    """The computing thread waited for a collective outside this package, such as one of Megatron."""
+    STEP = 0  # one training step; `op` is unused, `operation` is its number
+    OP = 1  # from posting the first message of an operation until the caller may reuse all buffers
+    WAIT = 2  # the computing thread or stream waited for a message
+    SENT = 3  # a message was posted at `start`, when its buffer was ready
+    RECEIVED = 4  # a message arrived at `stop`; its receive was posted at `start`
+    COLLECTIVE_WAIT = 5  # the computing thread waited for a collective outside this package, such as one of Megatron
 
 
 EVENT = np.dtype(

@@ -6,10 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_MOST_KEYS = 8
-"""Differences to list; the text counts the others."""
-_REPLY_S = 5.0
-"""Time beyond the deadline in which rank 0 publishes the comparison."""
+_MOST_KEYS = 8  # differences to list; the text counts the others
+_REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison
 
 
 def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> list[int]:

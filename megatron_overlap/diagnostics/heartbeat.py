@@ -14,10 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _LONGEST_PERIOD_S, _SHORTEST_PERIOD_S = 2.0, 0.1
-_STORE_S = 2.0
-"""Deadline of one request to the store, which ends with the rank that hosts it."""
-_LOOK_S = 1.0
-"""Longest time between two looks of a watchdog."""
+_STORE_S = 2.0  # deadline of one request to the store, which ends with the rank that hosts it
+_LOOK_S = 1.0  # longest time between two looks of a watchdog
 
 
 class Heartbeat:

@@ -21,8 +21,7 @@ SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 SECONDS_PER_SIZE, MIN_REPEATS = 0.5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SLOW_FACTOR = 4.0
-"""A precision whose GEMMs are slower than those of fp32 by this factor has no instructions on this processor."""
+_SLOW_FACTOR = 4.0  # a precision whose GEMMs are slower than those of fp32 by it has no instructions on this processor
 
 
 def _flops(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: int, seconds: float) -> float:

@@ -26,8 +26,8 @@ from megatron_overlap.tracing import EventFileError, Kind, Mark, RankEvents, exp
 
 _FILE = re.compile(r"events-rank(\d+)\.bin")
 
+# Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver.
 MessageKey = tuple[str, int, int, int, int]
-"""Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver."""
 
 
 def clock_error_ns(rank: RankEvents) -> int | None:
@@ -189,15 +189,13 @@ def exposed_table(ranks: Sequence[RankEvents]) -> Table:
 def notes(ranks: Sequence[RankEvents]) -> list[str]:
     """Errors of the clocks, incomplete files and missing ranks, one line each."""
     errors = {rank.rank: clock_error_ns(rank) for rank in ranks}
-    known = [error for error in errors.values() if error is not None]
-    unknown = [str(rank) for rank, error in errors.items() if error is None]
-    lines = [f"clocks not compared with rank 0, assumed equal: ranks {', '.join(unknown)}"]
-    if not unknown:
-        lines = [f"clock error of all ranks: at most {max(known) / 1e3:.0f} us"]
+    if unknown := [str(rank) for rank, error in errors.items() if error is None]:
+        lines = [f"clocks not compared with rank 0, assumed equal: ranks {', '.join(unknown)}"]
+    else:
+        lines = [f"clock error of all ranks: at most {max(filter(None, errors.values()), default=0) / 1e3:.0f} us"]
     cut_off = "its file ends in the middle of a step, where the run was cut off"
     lines += [f"rank {rank.rank}: {cut_off}" for rank in ranks if not rank.whole]
-    missing = sorted(set(range(max(errors) + 1)) - set(errors))
-    if missing:
+    if missing := sorted(set(range(max(errors))) - set(errors)):
         lines.append(f"no events of ranks {', '.join(map(str, missing))}")
     return lines
 

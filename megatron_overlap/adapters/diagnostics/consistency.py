@@ -24,7 +24,7 @@ from megatron_overlap.session import Adapter, Session
 
 
 class ConfigMismatchError(ValueError):
-    """The ranks run different configs, versions or patches; names the key, the ranks and their values."""
+    """Configs, versions or patches of the ranks differ, or a rank did not answer; names key, ranks and values."""
 
 
 class UnsupportedConfigError(ValueError):
@@ -60,12 +60,7 @@ class ConsistencyCheck(Adapter):
             self.check_all_ranks()
 
     def check_all_ranks(self) -> None:
-        """Compares the facts of all ranks of the job; collective.
-
-        Raises:
-            ConfigMismatchError: the facts differ, or a rank did not answer before the deadline.
-            UnsupportedConfigError: no rank can run the config.
-        """
+        """Compares the facts of all ranks of the job; collective. Raises the errors of this module."""
         world = dist.group.WORLD
         assert world is not None
         if self._world not in (None, world):

@@ -27,9 +27,9 @@ def compare(
     logs: Annotated[
         bool, typer.Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")
     ] = False,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, interleaved.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Launches of each config, interleaved.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Folder of the result. Default: a new one in launch.output_dir.")
+        Path | None, typer.Option(help="Folder of the result. Default: a new one in launch.output_dir.")
     ] = None,
     attribute: Annotated[
         bool,
@@ -38,21 +38,17 @@ def compare(
         ),
     ] = False,
     peak_tflops: Annotated[
-        float | None,
-        typer.Option("--peak-tflops", min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU."),
+        float | None, typer.Option(min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU.")
     ] = None,
     generate: Annotated[
         bool, typer.Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
     ] = False,
     prompt_tokens: Annotated[
-        str | None,
-        typer.Option("--prompt-tokens", help="With --generate: lengths of prompts, such as 128,512."),
+        str | None, typer.Option(help="With --generate: lengths of prompts, such as 128,512.")
     ] = None,
-    batches: Annotated[str, typer.Option("--batches", help="With --generate: numbers of prompts.")] = "1,4",
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=2, help="With --generate: tokens generated from a prompt.")
-    ] = 16,
-    engine: Annotated[str, typer.Option("--engine", help="With --generate: dynamic or static.")] = "dynamic",
+    batches: Annotated[str, typer.Option(help="With --generate: numbers of prompts.")] = "1,4",
+    new_tokens: Annotated[int, typer.Option(min=2, help="With --generate: tokens generated from a prompt.")] = 16,
+    engine: Annotated[str, typer.Option(help="With --generate: dynamic or static.")] = "dynamic",
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     try:

@@ -180,12 +180,9 @@ class Comparison(Compared[RunSummary]):
 def compare(
     sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
 ) -> Comparison:
-    """Compare every side with the first. All sides have the same number of rounds.
+    """Compare every side with the first. All sides have the same number of rounds. Raises as `max_deviation`.
 
     The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
-
-    Raises:
-        NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.
     """
     reference = sides[0]
     attribution = None
@@ -288,8 +285,7 @@ def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
     """The largest relative difference between two series of the same length; None if they share no known value.
 
-    Raises:
-        NotComparableError: at one place only one of the two is finite.
+    NotComparableError: at one iteration only one of the two is finite.
     """
     largest: float | None = None
     for iteration, (a, b) in enumerate(zip(reference, other, strict=True), start=1):

@@ -170,13 +170,10 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
 def find_peak(
     device_name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int
 ) -> Peak:
-    """The peak rate for a run: from the table, or measured once on this machine.
+    """The peak rate for a run: from the table, or measured once on this machine. RunError: the measurement failed.
 
     A measurement times large square GEMMs in the precision and with the threads of the run, on CPU on all ranks at
     once. Ranks that run together share caches, memory and clock rate, as they do in the run.
-
-    Raises:
-        RunError: a rank of the measurement failed.
     """
     if device == "cuda" and (known := known_peak(device_name, precision)) is not None:
         return known

@@ -14,8 +14,8 @@ from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
 
 RESULT_FILE = "generation.json"
+# Figures of a workload, as the script writes them, and their labels.
 METRICS = {"first_token_ms": "first token, ms", "decode_ms": "ms per token", "tokens_per_s": "tokens/s"}
-"""Figures of a workload, as the script writes them, and their labels."""
 
 
 @dataclass(frozen=True, order=True)

@@ -48,18 +48,13 @@ def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int
 
 def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison, as `report.publish` does."""
-    report.publish(
-        result,
-        folder,
-        configs,
-        draw_generation,
-        generation_content(result),
-        "generation.html.j2",
-        headline=headline(result),
-        key_figures=key_figures(result),
-        rows=rows(result),
-        notes=notes(result),
-    )
+    page = {
+        "headline": headline(result),
+        "key_figures": key_figures(result),
+        "rows": rows(result),
+        "notes": notes(result),
+    }
+    report.publish(result, folder, configs, draw_generation, generation_content(result), "generation.html.j2", page)
 
 
 def headline(result: GenerationComparison) -> str:

@@ -79,7 +79,7 @@ def read_log(path: Path) -> Log:
 
 
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
-    """Logs, the reference first, as sides of a comparison of the iterations that all have. ConfigError: too few."""
+    """Logs, the reference first, as sides of a comparison of common iterations. ConfigError: there are too few."""
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
         remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"

@@ -14,19 +14,12 @@ from megatron_overlap.tools.compare.comparison import Comparison
 from megatron_overlap.tools.compare.traced_steps import Breakdown, RankStep, Span, StepTimeline
 from megatron_overlap.tools.launch.run_records import deviation
 
+# Of the runs, distinguishable with colour blindness (Okabe and Ito).
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-"""Colours of the runs, distinguishable with colour blindness (Okabe and Ito)."""
 
-OP_STYLES: tuple[tuple[str, str], ...] = (
-    ("#d55e00", ""),
-    ("#123f7a", ""),
-    ("#0a8f6a", "///"),
-    ("#8a2f7c", "\\\\\\"),
-    ("#e0a100", ""),
-    ("#3c82c4", "---"),
-    ("#7a1420", "---"),
-    ("#d4689f", "\\\\\\"),
-    ("#7d8590", "|||"),
+OP_STYLES = (
+    *(("#d55e00", ""), ("#123f7a", ""), ("#0a8f6a", "///"), ("#8a2f7c", "\\\\\\"), ("#e0a100", "")),
+    *(("#3c82c4", "---"), ("#7a1420", "---"), ("#d4689f", "\\\\\\"), ("#7d8590", "|||")),
 )
 """Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
 Every wait is darker than computation."""

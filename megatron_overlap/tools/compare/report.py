@@ -44,25 +44,20 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
     traced = any(run.exposed is not None for run in result.runs)
     steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
-    publish(
-        result,
-        folder,
-        configs,
-        draw_overview,
-        comparison_content(result),
-        "compare.html.j2",
-        headline=headline(result),
-        attribution=attribution(result),
-        key_figures=key_figures(result),
-        timeline=draw_timelines(steps) if steps else None,
-        steps=steps,
-        missing=missing,
-        breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
-        ms=partial(_ms, form=",.1f"),
-        signed=partial(_ms, form="+,.1f"),
-        rows=rows(result),
-        notes=notes(result),
-    )
+    page = {
+        "headline": headline(result),
+        "attribution": attribution(result),
+        "key_figures": key_figures(result),
+        "rows": rows(result),
+        "notes": notes(result),
+        "steps": steps,
+        "timeline": draw_timelines(steps) if steps else None,
+        "missing": missing,
+        "breakdowns": [(part, draw_breakdown(part)) for part in breakdowns(result)],
+        "ms": partial(_ms, form=",.1f"),
+        "signed": partial(_ms, form="+,.1f"),
+    }
+    publish(result, folder, configs, draw_overview, comparison_content(result), "compare.html.j2", page)
 
 
 def publish(
@@ -72,21 +67,22 @@ def publish(
     draw: Callable[..., bytes],
     figures: Any,
     template: str,
-    **page: Any,
+    page: Mapping[str, Any],
 ) -> None:
     """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
 
     `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
-    `caption` and optionally a `title`. `figures` is the content of the JSON file.
+    `caption` and optionally a `title`. `figures` is the content of the JSON file, `page` that of the template.
     """
     logs = from_logs(result)
     caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
     draw = partial(draw, result, caption="read from finished logs" if logs else caption)
-    page |= {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallback_lines(result.runs)}
+    fallbacks = None if logs else fallback_lines(result.runs)
+    common = {"runs": result.runs, "configs": configs, "fallbacks": fallbacks}
     loader = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
-    html = environment.get_template(template).render(overview=draw(form="svg"), **page)
+    html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
     figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
     picture = draw(form="png", title=page["headline"])
     content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json.encode()}
@@ -103,7 +99,7 @@ def publish(
     console.print(table)
     for line in page["notes"]:
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for name, module, operation, reason, calls in page["fallbacks"] or ():
+    for name, module, operation, reason, calls in fallbacks or ():
         console.print(f"- {name}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
     console.print()
     for line in filter(None, (page["headline"], page.get("attribution"))):

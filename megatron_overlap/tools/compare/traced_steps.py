@@ -12,19 +12,17 @@ from megatron_overlap.tools.compare.rounds import run_folder
 COMPUTATION = "computation and everything else"
 REMAINING_WAITS = "remaining waits"
 
-_MIN_SHARE, _MAX_OPS = 0.01, 8
-"""An op has a row of its own from this share of the reference's step on; at most so many ops."""
+_MIN_SHARE, _MAX_OPS = 0.01, 8  # an op has a row from this share of the reference's step on; at most so many ops
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row of a breakdown: the time of a step in either run, in milliseconds, and the start of its bar."""
+    """One row of a breakdown: its time in either step. `start_ms`: reference plus the changes of the rows above."""
 
     label: str
     before_ms: float
     after_ms: float
     start_ms: float
-    """Step time of the reference plus the changes of the rows above."""
 
     @property
     def change_ms(self) -> float:
