@@ -34,22 +34,14 @@ class Site(NamedTuple):
 
 @dataclass
 class Tally:
-    """The counts of calls of one site.
-
-    Attributes:
-        overlapped, moved_bytes: overlapped calls, and bytes that this rank sent in them.
-        fallbacks: calls that ran the stock path, by reason.
-        not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
-        stock_selected: the stock path ran because autotuning selected or measured it. No fallback.
-        not_communicating: the call communicates nothing in this pass. No fallback.
-    """
+    """The counts of calls of one site. Those of the last two fields are no fallbacks."""
 
     overlapped: int = 0
-    moved_bytes: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    not_fused: Counter[str] = field(default_factory=Counter)
-    stock_selected: int = 0
-    not_communicating: int = 0
+    moved_bytes: int = 0  # that this rank sent in overlapped calls
+    fallbacks: Counter[str] = field(default_factory=Counter)  # calls that ran the stock path, by reason
+    not_fused: Counter[str] = field(default_factory=Counter)  # ran p2p although the config asks for fused, by reason
+    stock_selected: int = 0  # ran the stock path because autotuning selected or measured it
+    not_communicating: int = 0  # communicate nothing in this pass
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ class SavedActivations:
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
-        """Counts an input, whose shard is at `address`; returns a function to call once, when it is released."""
+        """Counts the input of one call; its shard is at `address`. Call the result once, when the input is released."""
         saved = gathered_bytes if self._gathered else shard_bytes
         with self._lock:
             self._calls[site] = max(self._calls.get(site, 0), saved)
@@ -144,22 +136,18 @@ class SavedActivations:
 
 
 class Counters:
-    """All counts of one session on this rank; `strict`: every fallback raises a `FallbackError`.
-
-    Attributes:
-        autotune_lines: functions that return what `method: auto` selected so far.
-        excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
-        symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
-        numerics_check, transports: as in `session_report.Report`.
-    """
+    """All counts of one session on this rank; `strict`: every fallback raises a `FallbackError`."""
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.saved_activations = SavedActivations()
-        self.numerics_check: dict[str, float] = {}
+        # What `method: auto` selected so far.
         self.autotune_lines: list[Callable[[], tuple[AutotuneLine, ...]]] = []
+        # None unless the config asks for fused kernels.
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
-        self.excluded: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}  # modules that no method overlaps, with the reason; never an error
+        # As in `session_report.Report`.
+        self.numerics_check: dict[str, float] = {}
         self.transports: dict[str, str] = {}
         self._tallies = defaultdict[Site, Tally](Tally)
         self._lock = threading.Lock()

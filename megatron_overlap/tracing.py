@@ -90,18 +90,14 @@ class Trace:
         del self._rows[: len(rows)]
         return list(self._names), rows
 
-    def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
-        """Return the recorder of one operation."""
-        group = self.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
-        return WorkEvents(self, self.name(op), group, number & _MAX_U4, ranks)
-
 
 class WorkEvents:
-    """Records the events of one operation. Sender and receiver use the same `operation` and `message` numbers."""
+    """Records the events of one operation. Sender and receiver use the same operation and message numbers."""
 
-    def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, ranks: Sequence[int], channel: str, number: int, op: str) -> None:
         self.now, self._trace, self._ranks = trace.clock, trace, ranks
-        self._ids = {"op": op, "group": group, "operation": operation}
+        group = trace.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
+        self._ids = {"op": trace.name(op), "group": group, "operation": number & _MAX_U4}
         self._start = self.now()
 
     def waited(self, start_ns: int, message: int) -> None:

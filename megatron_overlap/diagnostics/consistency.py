@@ -32,8 +32,7 @@ def first_unsupported_reason(
     if silent := silent_ranks(store, keys, deadline_s):
         return f"rank {', '.join(map(str, silent))} of the group did not respond within {deadline_s:g} s"
     for other, key in enumerate(keys):
-        text = store.get(key).decode()
-        if text:
+        if text := store.get(key).decode():
             return text if size == 1 else f"rank {other} of the group: {text}"
     return ""
 

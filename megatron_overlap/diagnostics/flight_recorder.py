@@ -1,4 +1,4 @@
-"""Flight recorder: records recent operations in memory, two writes to a list each, and explains a failed wait."""
+"""Flight recorder: records recent operations in memory, at the cost of two writes each, and explains a failed wait."""
 
 import gc
 import json
@@ -77,7 +77,6 @@ class FlightRecorder:
             return self._write(text, traceback.format_exception(error))
 
     def close(self) -> None:
-        """Stop the heartbeats."""
         if self.heartbeat is not None:
             self.heartbeat.close()
             self.heartbeat = None

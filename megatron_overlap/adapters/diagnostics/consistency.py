@@ -36,8 +36,7 @@ class ConsistencyCheck(Adapter):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._world: dist.ProcessGroup | None = None
-        """The group of all ranks, once they passed the check."""
+        self._world: dist.ProcessGroup | None = None  # the group of all ranks, once they passed the check
         self._groups: set[dist.ProcessGroup] = set()
         self._flight_recorder: FlightRecorder | None = None
 
@@ -78,10 +77,9 @@ class ConsistencyCheck(Adapter):
 
     def check_group(self, group: dist.ProcessGroup) -> None:
         """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check."""
-        if self._world is not None or group in self._groups:
-            return
-        self._compare(group)
-        self._groups.add(group)
+        if self._world is None and group not in self._groups:
+            self._compare(group)
+            self._groups.add(group)
 
     def _compare(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)

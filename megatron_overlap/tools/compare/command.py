@@ -57,7 +57,11 @@ def compare(
             return 0
         if peak_tflops is not None:
             raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
-        files, overrides = _split(configs)
+        # `a=b` is an override unless a file has that name.
+        files = [text for text in configs if "=" not in text or Path(text).is_file()]
+        if not files:
+            raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
+        overrides = [text for text in configs if text not in files]
         given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
         if not generate:
             _compare_training(select(given, attribute=attribute), rounds, output)
@@ -183,11 +187,3 @@ def _workload(config: LaunchConfig) -> Workload:
         counted, convention = None, str(error)
     tokens = config.train.global_batch_size * config.train.seq_length
     return Workload(tokens, counted, convention, config.world_size)
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files and overrides. `a=b` is an override unless a file has that name."""
-    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
-    if not files:
-        raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
-    return files, [text for text in arguments if text not in files]

@@ -260,11 +260,8 @@ def _against(reference: Side, side: Side) -> AgainstReference:
     pairs = list(zip(reference.records, side.records, strict=True))
     ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
     evaluated = [(a.evaluation_ms, b.evaluation_ms) for a, b in pairs if a.evaluation_ms and b.evaluation_ms]
-    memory = [
-        b.peak_memory_bytes / a.peak_memory_bytes
-        for a, b in pairs
-        if a.peak_memory_bytes is not None and b.peak_memory_bytes is not None
-    ]
+    peaks = [(a.peak_memory_bytes, b.peak_memory_bytes) for a, b in pairs]
+    memory = [b / a for a, b in peaks if a is not None and b is not None]
     return AgainstReference(
         name=side.name,
         speedup=Spread.of(ratios),

@@ -1,11 +1,10 @@
 """Model FLOPs of a training step and peak FLOP/s of a device: the two figures of the MFU.
 
 Convention for model FLOPs: 2 operations per multiply-add of the matrix multiplications, three times (forward, and the
-gradients of input and weight in backward). Attention scores count half of the square: the causal mask.
-Recomputation, optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary.
-Of experts only the active ones count, those that a token passes; the router counts nothing.
-The throughput line of Megatron uses the same convention. Published figures that count the whole attention square are
-higher for the same step: `attention="full"` gives theirs.
+gradients of input and weight in backward). Attention scores count half of the square: the causal mask. Recomputation,
+optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary. Of experts only
+the active ones count, those that a token passes; the router counts nothing. The throughput line of Megatron uses the
+same convention. Published figures that count the whole attention square are higher: `attention="full"` gives theirs.
 
 Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
 """

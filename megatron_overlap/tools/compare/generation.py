@@ -60,10 +60,8 @@ class GenerationRecord:
 class WorkloadSummary(Workload):
     """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
-    Attributes:
-        speedups: time of the reference over that of the run in each round, tokens/s inverted; none of the reference.
-        equal_sequences: those with the tokens of the reference.
-        first_difference: smallest index of a token that differs; None where none does.
+    `speedups`: time of the reference over that of the run in each round, tokens/s inverted; none of the reference.
+    `equal_sequences` have the tokens of the reference; `first_difference` is the smallest index of another token.
     """
 
     figures: Mapping[str, Spread]

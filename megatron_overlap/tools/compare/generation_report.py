@@ -68,7 +68,7 @@ def headline(result: GenerationComparison) -> str:
     )
 
 
-def key_figures(result: GenerationComparison) -> list[report.KeyFigure]:
+def key_figures(result: GenerationComparison) -> list[tuple[str, str, str]]:
     """The figures at the head of the report, of the headline's workload."""
     before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
     found = [

@@ -107,11 +107,8 @@ def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
 def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, styles: dict[str, int]) -> None:
     end = max(rank.stop_ms for rank in one.ranks)
     shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
-    style_axes(
-        axes,
-        f"{one.run}: round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms, "
-        f"median {one.median_ms:,.1f} ms{shown}",
-    )
+    step = f"round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms"
+    style_axes(axes, f"{one.run}: {step}, median {one.median_ms:,.1f} ms{shown}")
     for place, rank in enumerate(one.ranks):
         axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
         for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in rank.waits}):

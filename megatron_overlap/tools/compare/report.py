@@ -23,9 +23,6 @@ RUNS_FOLDER = "runs"
 
 _MIB = 1024 * 1024
 
-Reported = RunSummary | GenerationRun
-"""A run of any comparison."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -34,10 +31,6 @@ class Row:
     label: str
     cells: tuple[str, ...]
     detail: bool = False
-
-
-KeyFigure = tuple[str, str, str]
-"""A figure at the head of the report, of the second run and the reference: label, value, detail."""
 
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
@@ -77,8 +70,13 @@ def publish(
     logs = from_logs(result)
     caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
     draw = partial(draw, result, caption="read from finished logs" if logs else caption)
-    fallbacks = None if logs else fallback_lines(result.runs)
-    common = {"runs": result.runs, "configs": configs, "fallbacks": fallbacks}
+    fallbacks = [
+        (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
+        for run in result.runs
+        if run.plugin is not None
+        for fallback in run.plugin.fallbacks
+    ]
+    common = {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallbacks}
     loader = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
@@ -99,7 +97,7 @@ def publish(
     console.print(table)
     for line in page["notes"]:
         console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for name, module, operation, reason, calls in fallbacks or ():
+    for name, module, operation, reason, calls in fallbacks:
         console.print(f"- {name}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
     console.print()
     for line in filter(None, (page["headline"], page.get("attribution"))):
@@ -121,10 +119,10 @@ def attribution(result: Comparison) -> str | None:
     return f"Attribution: faster collective {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
 
 
-def key_figures(result: Comparison) -> list[KeyFigure]:
-    """The figures at the head of the report, without those that are unknown."""
+def key_figures(result: Comparison) -> list[tuple[str, str, str]]:
+    """The known figures of second run and reference at the head of the report: label, value, detail."""
     before, after, first = result.runs[0], result.runs[1], result.headline
-    found: list[KeyFigure] = [
+    found = [
         ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
         ("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
     ]
@@ -189,7 +187,7 @@ def rows(result: Comparison) -> list[Row]:
     return [*shown, *call_rows(runs)]
 
 
-def call_rows(runs: Sequence[Reported]) -> list[Row]:
+def call_rows(runs: Sequence[RunSummary | GenerationRun]) -> list[Row]:
     """The rows of the plugin's report."""
     columns = []
     for run in runs:
@@ -253,16 +251,6 @@ def ranks_and_device(found: Mapping[str, Any]) -> str:
 def ratio(spread: Spread) -> str:
     """A ratio of times: `1.340x (1.310 to 1.360)`."""
     return f"{spread.median:.3f}x ({_range(spread, 3)})"
-
-
-def fallback_lines(runs: Sequence[Reported]) -> list[tuple[str, str, str, str, int]]:
-    """Run, module, operation, reason and number of the calls that ran the stock path while the plugin was active."""
-    return [
-        (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
-        for run in runs
-        if run.plugin is not None
-        for fallback in run.plugin.fallbacks
-    ]
 
 
 def _rounds(result: Comparison) -> str:

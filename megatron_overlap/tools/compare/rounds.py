@@ -119,14 +119,11 @@ def run_rounds[Record](
 ) -> list[Launched[Record]]:
     """Launch every config, of different names, once in each round, and read the records.
 
-    Every second round is in reversed order, so that a slow period of the machine affects all configs alike.
+    Every second round is in reversed order, so that a slow period of the machine affects all configs alike. `folder`
+    gets the `run_folder` of each launch. `read` reads its record there, and may raise a RunRecordError.
 
-    Args:
-        folder: gets the `run_folder` of each launch.
-        read: reads the record of a launch from its folder; may raise RunRecordError.
-        on_launch: called before each launch with its round and name.
-        on_line: called with (rank, line) for every line of output.
-        on_note: called with the notes of each launch, such as a fallback of the network.
+    `on_launch` is called before each launch with its round and name, `on_line` with (rank, line) for every line of
+    output, `on_note` with the notes of each launch, such as a fallback of the network.
 
     Raises:
         ConfigError: a config cannot be launched; nothing was started.
