@@ -79,7 +79,6 @@ class Trace:
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
-        """Add one event."""
         self._rows.append((kind, message, op, group, peer, operation, num_bytes, start_ns, stop_ns))
 
     def take(self) -> tuple[list[str], list[Row]]:

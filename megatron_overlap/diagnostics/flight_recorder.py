@@ -31,9 +31,8 @@ class FlightRecorder:
     """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure."""
 
     def __init__(self, rank: int, run: Run, facts: Mapping[str, str]) -> None:
-        self._rank, self._run = rank, run
+        self._rank, self._run, self._facts = rank, run, facts
         self.heartbeat: Heartbeat | None = None
-        self._facts = facts
         self._operations: deque[list[Any]] = deque(maxlen=_NUM_OPERATIONS)
         self._file: str | None = None
         self._lock = threading.Lock()

@@ -3,10 +3,8 @@
     python -m megatron_overlap.tools.gemm_rate OUT DEVICE PRECISION
 
 writes `{"tflops": best, "sizes": {size: rate}}` into OUT. It is a process of its own so that it has the threads of a
-run. Without arguments it prints the default precision of this machine.
-
-On processors without bf16 instructions, PyTorch computes bf16 GEMMs with scalar loops. On an EPYC with AVX2 they reach
-0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
+run. Without arguments it prints the default precision of this machine. On processors without bf16 instructions, PyTorch
+computes bf16 GEMMs with scalar loops. On an EPYC with AVX2 they reach 0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
 """
 
 import json

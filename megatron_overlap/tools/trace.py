@@ -8,7 +8,7 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -157,7 +157,11 @@ def trace(
     path = output or run_dir / "trace.json.gz"
     metadata = {"run": str(run_dir), "clock": "of rank 0; other ranks shifted by measured offsets"}
     with writing("trace --output", path), gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.writelines(encode(trace_events(aligned), metadata))
+        # A long trace is never in memory as a whole.
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(metadata) + ', "traceEvents": [\n')
+        for number, event in enumerate(trace_events(aligned)):
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
     console.print(exposed_table(aligned))
     for line in notes(ranks):
         console.print(f"- {line}", highlight=False, soft_wrap=True)
@@ -218,14 +222,6 @@ def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
             times = {"ts": round((start - zero) / 1e3, 3), "dur": round(max(stop - start, 0) / 1e3, 3)}
             event = {"ph": "X", "name": name, "pid": rank.rank, "tid": thread, **times}
             yield {**event, "args": details} if details else event
-
-
-def encode(events: Iterable[dict[str, Any]], metadata: dict[str, Any]) -> Iterator[str]:
-    """The text of the file in pieces. A long trace is never in memory as a whole."""
-    yield '{"displayTimeUnit": "ms", "otherData": ' + json.dumps(metadata) + ', "traceEvents": [\n'
-    for number, event in enumerate(events):
-        yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
-    yield "\n]}\n"
 
 
 def _compute(rank: RankEvents) -> Iterator[Span]:

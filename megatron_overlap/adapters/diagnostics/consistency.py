@@ -54,7 +54,6 @@ class ConsistencyCheck(Adapter):
         return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
     def start(self) -> None:
-        """Calls `check_all_ranks` if Megatron's groups exist."""
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
             self.check_all_ranks()
 

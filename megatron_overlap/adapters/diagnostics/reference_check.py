@@ -35,7 +35,6 @@ class Check(Adapter):
 
     @property
     def due(self) -> bool:
-        """Whether the current step is a checked one."""
         step = self.session.step
         return self.enabled and step > 0 and step % self._config.every == 0
 

@@ -71,14 +71,10 @@ def headline(result: GenerationComparison) -> str:
 def key_figures(result: GenerationComparison) -> list[tuple[str, str, str]]:
     """The figures at the head of the report, of the headline's workload."""
     before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
-    found = [
-        (
-            label,
-            f"{before.figures[name].median:,.1f} \u2192 {after.figures[name].median:,.1f}",
-            f"{report.ratio(after.speedups[name])}; {after.label}",
-        )
-        for name, label in METRICS.items()
-    ]
+    found = []
+    for name, label in METRICS.items():
+        change = report.arrow(before.figures[name].median, after.figures[name].median, "{:,.1f}")
+        found.append((label, change, f"{report.ratio(after.speedups[name])}; {after.label}"))
     equal = sum(each.equal_sequences for each in result.runs[1].workloads)
     total = sum(each.sequences for each in result.runs[1].workloads)
     return [*found, ("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]

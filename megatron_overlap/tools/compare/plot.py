@@ -107,8 +107,9 @@ def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
 def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, styles: dict[str, int]) -> None:
     end = max(rank.stop_ms for rank in one.ranks)
     shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
-    step = f"round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms"
-    style_axes(axes, f"{one.run}: {step}, median {one.median_ms:,.1f} ms{shown}")
+    typical, median_ms = one.run.typical_step, one.run.step_time_ms.median
+    step = f"round {typical.round}, iteration {typical.iteration}: {typical.step_time_ms:,.1f} ms"
+    style_axes(axes, f"{one.run.name}: {step}, median {median_ms:,.1f} ms{shown}")
     for place, rank in enumerate(one.ranks):
         axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
         for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in rank.waits}):

@@ -113,8 +113,7 @@ def headline(result: Comparison) -> str:
 
 def attribution(result: Comparison) -> str | None:
     """The two factors of the speedup; None without the serial run."""
-    parts = result.attribution
-    if parts is None:
+    if (parts := result.attribution) is None:
         return None
     return f"Attribution: faster collective {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
 
@@ -124,15 +123,15 @@ def key_figures(result: Comparison) -> list[tuple[str, str, str]]:
     before, after, first = result.runs[0], result.runs[1], result.headline
     found = [
         ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
-        ("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
+        ("step time, ms", arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
     ]
     if before.exposed is not None and after.exposed is not None:
-        share = _arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
-        times = _arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
+        share = arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
+        times = arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
         found.append(("exposed communication, ms", times, f"{share} of the step"))
     if before.mfu is not None and after.mfu is not None:
         peak = f"of {after.peak_tflops:.4g} TFLOP/s per device"
-        found.append(("MFU", _arrow(before.mfu, after.mfu, "{:.1%}"), peak))
+        found.append(("MFU", arrow(before.mfu, after.mfu, "{:.1%}"), peak))
     if first.max_loss_deviation is not None:
         own = before.own_loss_deviation
         detail = "largest, relative" if own is None else f"between rounds of the reference: {_deviation(own)}"
@@ -238,7 +237,6 @@ def version_notes(versions: Mapping[str, Any]) -> list[str]:
 
 
 def from_logs(result: Compared[Any]) -> bool:
-    """Whether the figures are from finished logs."""
     return result.settings.get("source") == "logs"
 
 
@@ -266,7 +264,8 @@ def _range(spread: Spread, digits: int) -> str:
     return f"{spread.p20:.{digits}f} to {spread.p80:.{digits}f}"
 
 
-def _arrow(before: float, after: float, form: str) -> str:
+def arrow(before: float, after: float, form: str) -> str:
+    """The change of a figure, both values in `form`."""
     return f"{form.format(before)} \u2192 {form.format(after)}"
 
 

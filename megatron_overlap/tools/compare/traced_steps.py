@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_overlap import tracing
 from megatron_overlap.tools import trace
-from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, TypicalStep
+from megatron_overlap.tools.compare.comparison import Comparison, RunSummary
 from megatron_overlap.tools.compare.rounds import run_folder
 
 COMPUTATION = "computation and everything else"
@@ -40,7 +40,6 @@ class Breakdown:
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
     timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops. A floor is
     the step minus all its waits; that of the reference is the lower bound for any overlap of the same computation.
-
     `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
     `grouped` are the ops in `REMAINING_WAITS`.
     """
@@ -121,14 +120,12 @@ class RankStep:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The typical step of one run: `ranks` are shown of `num_ranks` that recorded it; `median_ms` is of all steps.
+    """The typical step of one run: `ranks` are shown of `num_ranks` that recorded it.
 
     `clock_error_ns` is the largest clock error of a rank; None where a clock was not compared.
     """
 
-    run: str
-    step: TypicalStep
-    median_ms: float
+    run: RunSummary
     ranks: tuple[RankStep, ...]
     num_ranks: int
     clock_error_ns: int | None
@@ -170,7 +167,7 @@ def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> Step
         steps = [step for step in named if step.role]
     errors = [trace.clock_error_ns(rank) for rank in ranks]
     error_ns = None if None in errors else max(error for error in errors if error is not None)
-    return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, tuple(steps), len(ranks), error_ns)
+    return StepTimeline(run, tuple(steps), len(ranks), error_ns)
 
 
 def _rank_step(rank: tracing.RankEvents, zero: int, sent: dict[trace.MessageKey, int]) -> RankStep:
