@@ -5,7 +5,7 @@ The adapters count; `session_report.py` shows the counts. All counters are safe 
 
 import copy
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -29,40 +29,28 @@ class Site(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Kind and name."""
         return f"{self.kind} {self.name}".strip()
 
 
 @dataclass
 class Tally:
-    """The counts of one site.
-
-    Attributes:
-        overlapped, moved_bytes: calls that ran overlapped, and bytes that this rank sent in them.
-        fallbacks: calls that ran the stock path, by reason.
-        not_fused: overlapped calls that ran p2p although the config asks for fused kernels, by reason.
-        stock_selected: calls that ran the stock path because autotuning selected or measured it. No fallback.
-        not_communicating: calls that communicate nothing in this pass. No fallback.
-    """
+    """The counts of calls of one site. Those of the last two fields are no fallbacks."""
 
     overlapped: int = 0
-    moved_bytes: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    not_fused: dict[str, int] = field(default_factory=dict)
-    stock_selected: int = 0
-    not_communicating: int = 0
+    moved_bytes: int = 0  # that this rank sent in overlapped calls
+    fallbacks: Counter[str] = field(default_factory=Counter)  # calls that ran the stock path, by reason
+    not_fused: Counter[str] = field(default_factory=Counter)  # ran p2p although the config asks for fused, by reason
+    stock_selected: int = 0  # ran the stock path because autotuning selected or measured it
+    not_communicating: int = 0  # communicate nothing in this pass
 
 
 @dataclass(frozen=True)
 class AutotuneLine:
     """What `method: auto` selected for the calls of one shape.
 
-    Attributes:
-        module: kind and shape of the layer, such as `column 1024->2816`.
-        passes: the passes that were measured together.
-        method: the method that runs these calls now.
-        ms, stock_ms: its time, and that of the stock path; None where it was not measured.
-        reason: the measurement behind the selection, or why other candidates were excluded.
+    `module` has kind and shape of the layer, such as `column 1024->2816`. `passes` were measured together. `method`
+    runs these calls now. `ms` is its time, `stock_ms` that of the stock path; None where it was not measured. `reason`
+    is the measurement behind the selection, or why other candidates were excluded.
     """
 
     module: str
@@ -84,9 +72,8 @@ class AutotuneLine:
 class SymmetricMemory(NamedTuple):
     """Symmetric memory that one group holds for fused kernels on this rank.
 
-    Attributes:
-        bound_bytes: twice the largest gathered activation of the group.
-        portable: GEMMs that ran the portable kernel instead of the one for Hopper, by reason.
+    `bound_bytes` is twice the largest gathered activation of the group. `portable` counts the GEMMs that ran the
+    portable kernel instead of the one for Hopper, by reason.
     """
 
     num_ranks: int
@@ -114,27 +101,23 @@ class SavedMemory:
 class SavedActivations:
     """Counts the bytes that overlapped layers save in forward for their backward; `live_bytes` are saved now.
 
-    Args:
-        gathered: whether gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
+    `gathered`: gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
     """
 
     def __init__(self, *, gathered: bool = False) -> None:
         self._gathered = gathered
         self._calls: dict[SavedSite, int] = {}
         # By address: layers with one input save its shard once, but each saves its own gathered rows.
-        self._shards: dict[int, int] = {}
+        self._shards = Counter[int]()
         self.live_bytes = self._peak = 0
         self._lock = threading.Lock()
 
     def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
-        """Counts the input that one call saves; returns a function to call once, when the call releases the input.
-
-        `address` is that of the rank's shard of the input.
-        """
+        """Counts the input of one call; its shard is at `address`. Call the result once, when the input is released."""
         saved = gathered_bytes if self._gathered else shard_bytes
         with self._lock:
             self._calls[site] = max(self._calls.get(site, 0), saved)
-            self._shards[address] = self._shards.get(address, 0) + 1
+            self._shards[address] += 1
             self.live_bytes += saved if self._gathered or self._shards[address] == 1 else 0
             self._peak = max(self._peak, self.live_bytes)
 
@@ -148,33 +131,25 @@ class SavedActivations:
         return release
 
     def snapshot(self) -> SavedMemory:
-        """A copy of the counts."""
         with self._lock:
             return SavedMemory(tuple(sorted(self._calls.items())), self._peak)
 
 
 class Counters:
-    """All counts of one session on this rank.
-
-    Args:
-        strict: raise a `FallbackError` for every fallback.
-
-    Attributes:
-        autotune_lines: functions that return what `method: auto` selected so far.
-        excluded: modules that no method overlaps, with the reason. They are reported, and never an error.
-        symmetric_memory: returns the memory of fused kernels; None unless the config asks for fused kernels.
-        numerics_check, transports: as in `session_report.Report`.
-    """
+    """All counts of one session on this rank; `strict`: every fallback raises a `FallbackError`."""
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
         self.saved_activations = SavedActivations()
-        self.numerics_check: dict[str, float] = {}
+        # What `method: auto` selected so far.
         self.autotune_lines: list[Callable[[], tuple[AutotuneLine, ...]]] = []
+        # None unless the config asks for fused kernels.
         self.symmetric_memory: Callable[[], list[SymmetricMemory]] | None = None
-        self.excluded: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}  # modules that no method overlaps, with the reason; never an error
+        # As in `session_report.Report`.
+        self.numerics_check: dict[str, float] = {}
         self.transports: dict[str, str] = {}
-        self._tallies: defaultdict[Site, Tally] = defaultdict(Tally)
+        self._tallies = defaultdict[Site, Tally](Tally)
         self._lock = threading.Lock()
 
     def overlapped(self, kind: str, name: str, op: str, direction: Direction, num_bytes: int = 0) -> None:
@@ -196,9 +171,9 @@ class Counters:
         site = Site(kind, name, op, direction)
         self._count(site, self.tally(*site).not_fused, reason, f"not fused: {reason}; {remedy}")
 
-    def _count(self, site: Site, counts: dict[str, int], reason: str, error: str) -> None:
+    def _count(self, site: Site, counts: Counter[str], reason: str, error: str) -> None:
         with self._lock:
-            counts[reason] = counts.get(reason, 0) + 1
+            counts[reason] += 1
         if self.strict:
             raise FallbackError(f"{site.module}: {site.op} {site.direction}: {error}")
 

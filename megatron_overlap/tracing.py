@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -28,18 +28,12 @@ FORMAT = "megatron_overlap events 1"
 class Kind(IntEnum):
     """Kind of an event. Every event has a start and a stop on the clock of this rank."""
 
-    STEP = 0
-    """One training step; `op` is unused, `operation` is its number."""
-    OP = 1
-    """From posting the first message of an operation until the caller may reuse all buffers."""
-    WAIT = 2
-    """The computing thread or stream waited for a message."""
-    SENT = 3
-    """A message was posted at `start`, when its buffer was ready."""
-    RECEIVED = 4
-    """A message arrived at `stop`; its receive was posted at `start`."""
-    COLLECTIVE_WAIT = 5
-    """The computing thread waited for a collective outside this package, such as one of Megatron."""
+    STEP = 0  # one training step; `op` is unused, `operation` is its number
+    OP = 1  # from posting the first message of an operation until the caller may reuse all buffers
+    WAIT = 2  # the computing thread or stream waited for a message
+    SENT = 3  # a message was posted at `start`, when its buffer was ready
+    RECEIVED = 4  # a message arrived at `stop`; its receive was posted at `start`
+    COLLECTIVE_WAIT = 5  # the computing thread waited for a collective outside this package, such as one of Megatron
 
 
 EVENT = np.dtype(
@@ -57,9 +51,7 @@ _DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 class Trace:
     """Collects the events of this rank. Threads of transports add events concurrently: list operations are atomic.
 
-    Attributes:
-        clock: returns nanoseconds; clock of all events.
-        settle: callbacks that `take` runs first; they add events that a device has completed.
+    `clock` returns nanoseconds. `take` first runs the callbacks `settle`: they add events that a device has completed.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns) -> None:
@@ -87,30 +79,24 @@ class Trace:
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
-        """Add one event."""
         self._rows.append((kind, message, op, group, peer, operation, num_bytes, start_ns, stop_ns))
 
     def take(self) -> tuple[list[str], list[Row]]:
         """Return all names so far and the events since the last call."""
         for settle in self.settle:
             settle()
-        count = len(self._rows)
-        rows = self._rows[:count]
-        del self._rows[:count]
+        rows = self._rows[:]
+        del self._rows[: len(rows)]
         return list(self._names), rows
-
-    def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> WorkEvents:
-        """Return the recorder of one operation."""
-        group = self.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
-        return WorkEvents(self, self.name(op), group, number & _MAX_U4, ranks)
 
 
 class WorkEvents:
-    """Records the events of one operation. Sender and receiver use the same `operation` and `message` numbers."""
+    """Records the events of one operation. Sender and receiver use the same operation and message numbers."""
 
-    def __init__(self, trace: Trace, op: int, group: int, operation: int, ranks: Sequence[int]) -> None:
+    def __init__(self, trace: Trace, ranks: Sequence[int], channel: str, number: int, op: str) -> None:
         self.now, self._trace, self._ranks = trace.clock, trace, ranks
-        self._ids = {"op": op, "group": group, "operation": operation}
+        group = trace.name(f"ranks {','.join(map(str, ranks))} {channel}".strip())
+        self._ids = {"op": trace.name(op), "group": group, "operation": number & _MAX_U4}
         self._start = self.now()
 
     def waited(self, start_ns: int, message: int) -> None:
@@ -148,11 +134,7 @@ class Mark(NamedTuple):
 
 
 class EventFile:
-    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields."""
 
     def __init__(self, path: Path, rank: int, head: dict[str, Any] | None = None) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
@@ -172,7 +154,6 @@ class EventFile:
         self._line({"clock": mark})
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _line(self, content: dict[str, Any], more: bytes = b"") -> None:
@@ -195,51 +176,42 @@ class EventFileError(RuntimeError):
 
 
 def read_events(path: Path) -> RankEvents:
-    """Read the file of one rank.
-
-    Raises:
-        EventFileError: the file does not exist or has another format.
-    """
+    """Read the file of one rank. EventFileError: it does not exist or has another format."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise EventFileError(f"{path}: {error.strerror}") from error
-    lines = _lines(data)
-    head, _ = next(lines, ({}, b""))
+    file = io.BytesIO(data)
+    head = _object(file.readline())
     if head.get("format") != FORMAT:
         raise EventFileError(f"{path}: not a file of events of this release ({FORMAT}): record the run again")
     found = RankEvents(int(head["rank"]), np.empty(0, EVENT))
-    blocks = []
-    for content, block in lines:
-        if not content:
-            found.whole = False
+    blocks = [found.events]
+    while line := file.readline():
+        content = _object(line)
+        size = EVENT.itemsize * content.get("events", 0)
+        block = file.read(size)
+        found.whole = bool(content) and len(block) == size
+        if not found.whole:
             break
         found.names += content.get("names", [])
         if "clock" in content:
             found.marks.append(Mark(*content["clock"]))
         blocks.append(np.frombuffer(block, EVENT))
-    found.events = np.concatenate(blocks) if blocks else found.events
+    found.events = np.concatenate(blocks)
     named = found.events[found.events["kind"] != Kind.STEP]
     if len(named) and max(named["op"].max(), named["group"].max()) >= len(found.names):
         raise EventFileError(f"{path}: an event refers to an unknown name: the file is damaged")
     return found
 
 
-def _lines(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the object of each line and its records; yield an empty object if the file is truncated."""
-    file = io.BytesIO(data)
-    while line := file.readline():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            content = None
-        size = EVENT.itemsize * content.get("events", 0) if isinstance(content, dict) else 0
-        records = file.read(size)
-        if not isinstance(content, dict) or not line.endswith(b"\n") or len(records) < size:
-            content, records = {}, b""
-        yield content, records
-        if not content:
-            return
+def _object(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a complete line; empty for any other line."""
+    try:
+        content = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
@@ -248,10 +220,10 @@ def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
     return [(int(row["operation"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
 
 
-def merged(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def merged[Time: float](intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
     """Return the union of the intervals as disjoint intervals, in order."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(zip(starts.tolist(), stops.tolist(), strict=True)):
+    joined: list[tuple[Time, Time]] = []
+    for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         elif stop > start:
@@ -278,7 +250,7 @@ def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
     by_op = {
         direction_of(found.names[number]): int((stops - starts)[ops == number].sum()) / 1e6 for number in np.unique(ops)
     }
-    total = sum(stop - start for start, stop in merged(starts, stops))
+    total = sum(stop - start for start, stop in merged(zip(starts.tolist(), stops.tolist(), strict=True)))
     return Exposed(total / 1e6, dict(sorted(by_op.items(), key=lambda item: -item[1])))
 
 

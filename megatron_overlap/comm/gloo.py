@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import cause_of, connect_gloo, store_beside
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions, message_text
+from megatron_overlap.tracing import WorkEvents
 
 # A tag has 31 bits: messages of one operation, and operations before tags repeat.
 _TAGS_PER_OP = 1 << 13
@@ -142,7 +143,7 @@ class GlooP2PWork:
         self._work_done = self._num_received = self._num_posted = 0
         self._sends: dict[int, list[dist.Work]] = {}
         trace, number = transport.trace, tag // _TAGS_PER_OP
-        self._events = trace.operation(transport.ranks, transport.channel, number, op) if trace is not None else None
+        self._events = WorkEvents(trace, transport.ranks, transport.channel, number, op) if trace is not None else None
         self._record = None
         if transport.flight_recorder is not None:
             peers = sorted({transport.ranks[transfer.message.source] for transfer in transfers})

@@ -271,7 +271,7 @@ class CudaEvents:
 
     def operation(self, ranks: Sequence[int], channel: str, number: int, op: str) -> CudaWorkEvents:
         """Return the recorder of one operation."""
-        return CudaWorkEvents(self, self._trace.operation(ranks, channel, number, op), self.mark())
+        return CudaWorkEvents(self, WorkEvents(self._trace, ranks, channel, number, op), self.mark())
 
     def mark(self) -> torch.cuda.Event:
         """Record and return an event on the current stream."""

@@ -6,10 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_MOST_KEYS = 8
-"""Differences to list; the text counts the others."""
-_REPLY_S = 5.0
-"""Time beyond the deadline in which rank 0 publishes the comparison."""
+_MOST_KEYS = 8  # differences to list; the text counts the others
+_REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison
 
 
 def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> list[int]:
@@ -34,8 +32,7 @@ def first_unsupported_reason(
     if silent := silent_ranks(store, keys, deadline_s):
         return f"rank {', '.join(map(str, silent))} of the group did not respond within {deadline_s:g} s"
     for other, key in enumerate(keys):
-        text = store.get(key).decode()
-        if text:
+        if text := store.get(key).decode():
             return text if size == 1 else f"rank {other} of the group: {text}"
     return ""
 

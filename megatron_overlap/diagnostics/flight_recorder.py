@@ -1,7 +1,4 @@
-"""Flight recorder: records recent operations in memory, and explains a failed wait.
-
-It collects details only after a failure. An operation costs two writes to a list.
-"""
+"""Flight recorder: records recent operations in memory, at the cost of two writes each, and explains a failed wait."""
 
 import gc
 import json
@@ -19,8 +16,7 @@ import torch
 
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 
-_NUM_OPERATIONS = 2000
-"""Most recent operations to record: some steps of a model."""
+_NUM_OPERATIONS = 2000  # most recent operations to record: some steps of a model
 _OPS = "megatron_overlap.ops."
 
 
@@ -32,15 +28,11 @@ class Run(Protocol):
 
 
 class FlightRecorder:
-    """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure.
-
-    `heartbeat` reads the heartbeats of all ranks.
-    """
+    """Records the most recent operations of this rank and writes them, with `facts`, to a file after a failure."""
 
     def __init__(self, rank: int, run: Run, facts: Mapping[str, str]) -> None:
-        self._rank, self._run = rank, run
+        self._rank, self._run, self._facts = rank, run, facts
         self.heartbeat: Heartbeat | None = None
-        self._facts = facts
         self._operations: deque[list[Any]] = deque(maxlen=_NUM_OPERATIONS)
         self._file: str | None = None
         self._lock = threading.Lock()
@@ -84,7 +76,6 @@ class FlightRecorder:
             return self._write(text, traceback.format_exception(error))
 
     def close(self) -> None:
-        """Stop the heartbeats."""
         if self.heartbeat is not None:
             self.heartbeat.close()
             self.heartbeat = None

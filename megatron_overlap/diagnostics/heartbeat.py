@@ -1,7 +1,5 @@
-"""Heartbeats: each rank publishes its activity in the store of the job.
-
-After a failed wait, a rank uses them to distinguish a slow peer from a dead peer. A watchdog finds such a wait where
-the waiting thread does not end it.
+"""Heartbeats, by which a rank distinguishes a slow peer from a dead peer after a failed wait, and a watchdog that finds
+such a wait where the waiting thread does not end it.
 """
 
 import atexit
@@ -16,17 +14,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _LONGEST_PERIOD_S, _SHORTEST_PERIOD_S = 2.0, 0.1
-_STORE_S = 2.0
-"""Deadline of one request to the store, which ends with the rank that hosts it."""
-_LOOK_S = 1.0
-"""Longest time between two looks of a watchdog."""
+_STORE_S = 2.0  # deadline of one request to the store, which ends with the rank that hosts it
+_LOOK_S = 1.0  # longest time between two looks of a watchdog
 
 
 class Heartbeat:
-    """Publishes a heartbeat of this rank periodically; each rank overwrites one key of the store.
+    """Publishes the activity of this rank, `doing()`, periodically; each rank overwrites one key of the job's store.
 
-    A thread calls `doing`, which returns the current activity of this rank in words. The period is much shorter than
-    `deadline_s`, that of a wait.
+    The period is much shorter than `deadline_s`, that of a wait.
     """
 
     def __init__(self, store: dist.Store, rank: int, deadline_s: float, doing: Callable[[], str]) -> None:
@@ -45,7 +40,6 @@ class Heartbeat:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Stop the thread."""
         atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(timeout=_STORE_S)
@@ -91,13 +85,10 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Calls `report` once, when a program has not moved for a deadline.
+    """Calls `report` once, when a program has not moved for a deadline, with what it waits for.
 
-    A thread looks at the program periodically. It counts looks, not seconds: a stopped process sees no deadline pass.
-
-    Args:
-        look: returns what the program waits for; None if it does not wait. Another value shows that it has moved.
-        report: gets that value.
+    A thread calls `look` periodically, which returns that; None if the program does not wait. Another value shows that
+    it has moved. The thread counts looks, not seconds: a stopped process sees no deadline pass.
     """
 
     def __init__[State](

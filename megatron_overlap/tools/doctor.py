@@ -122,28 +122,20 @@ def verdicts(self_test: str | None, ranks: int) -> dict[str, Verdict]:
     core: Verdict = ("works", "see `megatron-overlap patches`")
     if importlib.util.find_spec("megatron") is None:
         core = ("not available", "megatron-core is not installed")
-    return {"tensor: p2p": p2p, "data: p2p": p2p, "ulysses: p2p": p2p, "in Megatron": core, **_peer_memory(gpus)}
-
-
-def _peer_memory(gpus: int) -> dict[str, Verdict]:
-    """The features whose ranks write to each other's memory, for the GPUs of this process."""
+    # With copy engines and fused kernels the ranks write to each other's memory.
     reason = local_unsupported_reason()
     if not reason and gpus < 2:
         reason = f"needs at least 2 GPUs in a node, this one has {gpus}"
     if not reason and not all(starmap(torch.cuda.can_device_access_peer, permutations(range(gpus), 2))):
         reason = "some pairs of GPUs have no peer access"
-    copies, fused = "tensor: p2p by copy engines", "tensor: fused"
+    peers, instead = "all pairs of GPUs have peer access", "NCCL" if gpus else "gloo"
+    copies: Verdict = ("works", f"{peers}. Groups inside the node use it, also Ulysses; other groups NCCL")
+    fused: Verdict = ("works", f"{peers}. Not yet run on several GPUs: `auto` measures it first")
     if reason:
-        instead = "NCCL" if gpus else "gloo"
-        return {
-            copies: ("not available", f"{reason}: messages use {instead}"),
-            fused: ("not available", f"{reason}: `method: fused` runs p2p"),
-        }
-    peers = "all pairs of GPUs have peer access"
-    return {
-        copies: ("works", f"{peers}. Groups inside the node use it, also Ulysses; other groups NCCL"),
-        fused: ("works", f"{peers}. Not yet run on several GPUs: `auto` measures it first"),
-    }
+        copies = ("not available", f"{reason}: messages use {instead}")
+        fused = ("not available", f"{reason}: `method: fused` runs p2p")
+    others = {"tensor: p2p by copy engines": copies, "tensor: fused": fused}
+    return {"tensor: p2p": p2p, "data: p2p": p2p, "ulysses: p2p": p2p, "in Megatron": core, **others}
 
 
 def _self_test(console: Console, ranks: int, deadline: float) -> str | None:

@@ -3,10 +3,8 @@
     python -m megatron_overlap.tools.gemm_rate OUT DEVICE PRECISION
 
 writes `{"tflops": best, "sizes": {size: rate}}` into OUT. It is a process of its own so that it has the threads of a
-run. Without arguments it prints the default precision of this machine.
-
-On processors without bf16 instructions, PyTorch computes bf16 GEMMs with scalar loops. On an EPYC with AVX2 they reach
-0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
+run. Without arguments it prints the default precision of this machine. On processors without bf16 instructions, PyTorch
+computes bf16 GEMMs with scalar loops. On an EPYC with AVX2 they reach 0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
 """
 
 import json
@@ -21,40 +19,37 @@ SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 SECONDS_PER_SIZE, MIN_REPEATS = 0.5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SLOW_FACTOR = 4.0
-"""A precision whose GEMMs are slower than those of fp32 by this factor has no instructions on this processor."""
+_SLOW_FACTOR = 4.0  # a precision whose GEMMs are slower than those of fp32 by it has no instructions on this processor
 
 
-def gemm_tflops(size: int, device: str, dtype: torch.dtype) -> float:
-    """The rate of a square GEMM in TFLOP/s, from the median of its times."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+def _flops(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: int, seconds: float) -> float:
+    """The rate of a GEMM in FLOP/s, from the median of its times: at least `repeats`, for `seconds`, after a first."""
+    a, b = (torch.randn(size, columns, device=device).to(dtype) for size in (rows, columns))
     out = torch.empty_like(a)
 
-    def multiply() -> None:
+    def multiply() -> float:
+        start = time.perf_counter()
         torch.mm(a, b, out=out)
         if device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     multiply()
     times: list[float] = []
-    end = time.perf_counter() + SECONDS_PER_SIZE
-    while len(times) < MIN_REPEATS or time.perf_counter() < end:
-        start = time.perf_counter()
-        multiply()
-        times.append(time.perf_counter() - start)
-    return 2.0 * size**3 / statistics.median(times) / 1e12
+    end = time.perf_counter() + seconds
+    while len(times) < repeats or time.perf_counter() < end:
+        times.append(multiply())
+    return 2.0 * rows * columns**2 / statistics.median(times)
+
+
+def gemm_tflops(size: int, device: str, dtype: torch.dtype) -> float:
+    """The rate of a square GEMM in TFLOP/s."""
+    return _flops(size, size, device, dtype, MIN_REPEATS, SECONDS_PER_SIZE) / 1e12
 
 
 def small_gemm_gflops(precision: str) -> float:
-    """The rate of a small GEMM on the processor in GFLOP/s, from the median of its times."""
-    rows, columns = 64, 512
-    a, b = (torch.randn(size, columns).to(DTYPES[precision]) for size in (rows, columns))
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - start)
-    return 2.0 * rows * columns**2 / statistics.median(times[1:]) / 1e9
+    """The rate of a small GEMM on the processor in GFLOP/s."""
+    return _flops(64, 512, "cpu", DTYPES[precision], 5, 0.0) / 1e9
 
 
 def slow_precision_reason(precision: str) -> str | None:

@@ -59,8 +59,7 @@ def plan(
 def read_lengths(path: Path) -> list[int]:
     """Reads the lengths of documents from a text file with one length per line, or from a folder.
 
-    The files of a folder (`*.py`, `*.txt`, `*.rst`, `*.md`, at any depth) are documents with one token per byte, in the
-    order of their paths.
+    The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths.
 
     Raises:
         ValueError: the folder or file has no documents, or a line is not a length.

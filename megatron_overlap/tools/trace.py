@@ -8,11 +8,11 @@ import gzip
 import itertools
 import json
 import re
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ from megatron_overlap.tracing import EventFileError, Kind, Mark, RankEvents, exp
 
 _FILE = re.compile(r"events-rank(\d+)\.bin")
 
+# Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver.
 MessageKey = tuple[str, int, int, int, int]
-"""Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver."""
 
 
 def clock_error_ns(rank: RankEvents) -> int | None:
@@ -46,29 +46,18 @@ def _on_clock_of_rank_0(times: npt.NDArray[np.int64], marks: Sequence[Mark]) -> 
     return shifted
 
 
-@dataclass(frozen=True)
-class ReceivedMessage:
-    """One message as its receiver recorded it.
+class Span(NamedTuple):
+    """One event of a rank, in nanoseconds, with the thread number and name of its row in the trace.
 
-    Attributes:
-        peer: global rank of the sender.
-        channel: number of the group in the file of the receiver.
-        message: number of the message within the operation.
-        start_ns: earliest time at which the message can have been in transit: the sender has posted it and the receiver
-            has the previous message of the same peer and group.
-        stop_ns: time of receipt.
-        sent_ns: time at which the sender posted the message; None where the events of the sender are missing.
+    The rows of operations count from thread 10, those of messages from 100.
     """
 
-    op: str
-    peer: int
-    group: str
-    channel: int
-    message: int
+    thread: int
+    row: str
+    name: str
     start_ns: int
     stop_ns: int
-    num_bytes: int
-    sent_ns: int | None
+    details: dict[str, Any]
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:
@@ -78,11 +67,7 @@ def event_files(run_dir: Path) -> dict[int, Path]:
 
 
 def align_steps(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
-    """The events of steps `first` to `last`, on the clock of rank 0. None leaves that end open.
-
-    Raises:
-        ValueError: no rank has such a step.
-    """
+    """The events of steps `first` to `last`, None: open end, on the clock of rank 0. ValueError: no rank has one."""
     aligned = []
     for rank in ranks:
         steps = [step for step in steps_of(rank) if (first or 0) <= step[0] <= (last or step[0])]
@@ -105,34 +90,43 @@ def sent_times(ranks: Sequence[RankEvents]) -> dict[MessageKey, int]:
     return {
         (rank.names[group], operation, message, rank.rank, peer): start_ns
         for rank in ranks
-        for group, operation, message, peer, start_ns in events_of(rank, Kind.SENT)[fields].tolist()
+        for group, operation, message, peer, start_ns in _events_of(rank, Kind.SENT)[fields].tolist()
     }
 
 
-def received_messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[ReceivedMessage]:
-    """The messages that a rank received, in order of receipt."""
+def messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[Span]:
+    """The messages that a rank received, in order of receipt, in a row for each peer and group.
+
+    A message starts at the earliest time at which it can have been in transit: the sender has posted it and the
+    receiver has the previous message of the same peer and group.
+    """
     previous: dict[tuple[int, int], int] = {}
     fields = ["op", "peer", "group", "operation", "message", "start_ns", "stop_ns", "num_bytes"]
-    events = np.sort(events_of(rank, Kind.RECEIVED), order="stop_ns")[fields].tolist()
+    events = np.sort(_events_of(rank, Kind.RECEIVED), order="stop_ns")[fields].tolist()
     for op, peer, channel, operation, message, posted, stop, size in events:
         group = rank.names[channel]
         sent = sent_ns.get((group, operation, message, peer, rank.rank))
         start = max(posted if sent is None else sent, previous.get((peer, channel), 0))
         previous[peer, channel] = stop
+        details = {"bytes": size, "message": message, "from": peer}
+        if sent is not None:
+            details["since sent, us"] = round((stop - sent) / 1e3)
+        thread, row = 100 + 100 * peer + channel % 100, f"from rank {peer} ({group})"
         # The error of the clocks must not place the receipt before the start.
-        yield ReceivedMessage(rank.names[op], peer, group, channel, message, min(start, stop), stop, size, sent)
+        yield Span(thread, row, rank.names[op], min(start, stop), stop, details)
 
 
-def events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
+def waits(rank: RankEvents) -> Iterator[Span]:
+    """The waits of a rank, in the order of the file."""
+    fields = ["kind", "op", "message", "start_ns", "stop_ns"]
+    for kind, op, message, start, stop in _events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)[fields].tolist():
+        details = {"message": message} if kind == Kind.WAIT else {"by": "a collective of Megatron"}
+        yield Span(2, "waits (exposed communication)", rank.names[op], start, stop, details)
+
+
+def _events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
     """The events of some kinds, in the order of the file."""
     return rank.events[np.isin(rank.events["kind"], kinds)]
-
-
-_Span = tuple[int, str, str, int, int, dict[str, Any]]
-"""One event of a rank: thread number and name of its row, name, start and stop in nanoseconds, details.
-
-The rows of operations count from thread 10, those of messages from 100.
-"""
 
 
 def trace(
@@ -146,7 +140,15 @@ def trace(
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    ranks = _read(run_dir)
+    files = event_files(run_dir)
+    if not files:
+        what = "no events in it" if run_dir.is_dir() else "no such folder"
+        remedy = "run with overlap.trace=true, and give the folder of that run"
+        raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
+    try:
+        ranks = [read_events(path) for path in files.values()]
+    except EventFileError as error:
+        raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
     console = Console()
     try:
         aligned = align_steps(ranks, first, last)
@@ -155,7 +157,11 @@ def trace(
     path = output or run_dir / "trace.json.gz"
     metadata = {"run": str(run_dir), "clock": "of rank 0; other ranks shifted by measured offsets"}
     with writing("trace --output", path), gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        file.writelines(encode(trace_events(aligned), metadata))
+        # A long trace is never in memory as a whole.
+        file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(metadata) + ', "traceEvents": [\n')
+        for number, event in enumerate(trace_events(aligned)):
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
     console.print(exposed_table(aligned))
     for line in notes(ranks):
         console.print(f"- {line}", highlight=False, soft_wrap=True)
@@ -165,35 +171,35 @@ def trace(
 
 def exposed_table(ranks: Sequence[RankEvents]) -> Table:
     """Exposed time by op and direction: the mean over steps and ranks, and the largest mean of one rank."""
-    by_rank = {rank.rank: [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)] for rank in ranks}
+    whole = ("all", "")
+    by_rank: dict[int, list[Mapping[tuple[str, str], float]]] = {}
+    for rank in ranks:
+        found = [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)]
+        by_rank[rank.rank] = [{**step.by_op, whole: step.total_ms} for step in found]
     count = sum(len(steps) for steps in by_rank.values())
     figures = [Column(heading, justify="right") for heading in ("mean", "largest", "on rank")]
     title = f"exposed communication, ms per step ({count} rank steps)"
     table = Table("op", "direction", *figures, box=box.SIMPLE_HEAD, title=title)
-    keys = {key: None for steps in by_rank.values() for step in steps for key in step.by_op}
-    rows = [
-        (key, {rank: _mean([step.by_op.get(key, 0.0) for step in steps]) for rank, steps in by_rank.items()})
-        for key in keys
-    ]
-    totals = {rank: _mean([step.total_ms for step in steps]) for rank, steps in by_rank.items()}
-    for key, means in [*sorted(rows, key=lambda row: -sum(row[1].values())), (("all", ""), totals)]:
+    rows = []
+    for key in {key: None for steps in by_rank.values() for step in steps for key in step}:
+        means = {rank: fmean(step.get(key, 0.0) for step in steps) for rank, steps in by_rank.items()}
         largest = max(means, key=means.__getitem__)
-        table.add_row(*key, f"{_mean(list(means.values())):.2f}", f"{means[largest]:.2f}", str(largest))
+        rows.append((key, fmean(means.values()), means[largest], largest))
+    for key, mean, most, largest in sorted(rows, key=lambda row: (row[0] == whole, -row[1])):
+        table.add_row(*key, f"{mean:.2f}", f"{most:.2f}", str(largest))
     return table
 
 
 def notes(ranks: Sequence[RankEvents]) -> list[str]:
     """Errors of the clocks, incomplete files and missing ranks, one line each."""
     errors = {rank.rank: clock_error_ns(rank) for rank in ranks}
-    known = [error for error in errors.values() if error is not None]
-    unknown = [str(rank) for rank, error in errors.items() if error is None]
-    lines = [f"clocks not compared with rank 0, assumed equal: ranks {', '.join(unknown)}"]
-    if not unknown:
-        lines = [f"clock error of all ranks: at most {max(known) / 1e3:.0f} us"]
+    if unknown := [str(rank) for rank, error in errors.items() if error is None]:
+        lines = [f"clocks not compared with rank 0, assumed equal: ranks {', '.join(unknown)}"]
+    else:
+        lines = [f"clock error of all ranks: at most {max(filter(None, errors.values()), default=0) / 1e3:.0f} us"]
     cut_off = "its file ends in the middle of a step, where the run was cut off"
     lines += [f"rank {rank.rank}: {cut_off}" for rank in ranks if not rank.whole]
-    missing = sorted(set(range(max(errors) + 1)) - set(errors))
-    if missing:
+    if missing := sorted(set(range(max(errors))) - set(errors)):
         lines.append(f"no events of ranks {', '.join(map(str, missing))}")
     return lines
 
@@ -207,7 +213,8 @@ def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
         yield {**common, "name": "process_name", "tid": 0, "args": {"name": f"rank {rank.rank}"}}
         yield {**common, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
         rows: set[int] = set()
-        spans = itertools.chain(_steps(rank), _compute(rank), _waits(rank), _ops(rank), _messages(rank, sent))
+        steps = (Span(0, "steps", f"step {number}", start, stop, {}) for number, start, stop in steps_of(rank))
+        spans = itertools.chain(steps, _compute(rank), waits(rank), _ops(rank), messages(rank, sent))
         for thread, row, name, start, stop, details in spans:
             if thread not in rows:
                 rows.add(thread)
@@ -217,71 +224,25 @@ def trace_events(ranks: Sequence[RankEvents]) -> Iterator[dict[str, Any]]:
             yield {**event, "args": details} if details else event
 
 
-def encode(events: Iterable[dict[str, Any]], metadata: dict[str, Any]) -> Iterator[str]:
-    """The text of the file in pieces. A long trace is never in memory as a whole."""
-    yield '{"displayTimeUnit": "ms", "otherData": ' + json.dumps(metadata) + ', "traceEvents": [\n'
-    for number, event in enumerate(events):
-        yield (",\n" if number else "") + json.dumps(event, separators=(",", ":"))
-    yield "\n]}\n"
-
-
-def _steps(rank: RankEvents) -> Iterator[_Span]:
-    for number, start, stop in steps_of(rank):
-        yield 0, "steps", f"step {number}", start, stop, {}
-
-
-def _compute(rank: RankEvents) -> Iterator[_Span]:
+def _compute(rank: RankEvents) -> Iterator[Span]:
     """The parts of the steps in which the rank did not wait."""
-    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
-    waiting = merged(waits["start_ns"], waits["stop_ns"])
+    waiting = merged((wait.start_ns, wait.stop_ns) for wait in waits(rank))
     for _, start, stop in steps_of(rank):
         at = start
         for begin, end in [*((b, e) for b, e in waiting if e > start and b < stop), (stop, stop)]:
             if begin > at:
-                yield 1, "compute", "compute", at, begin, {}
+                yield Span(1, "compute", "compute", at, begin, {})
             at = max(at, end)
 
 
-def _waits(rank: RankEvents) -> Iterator[_Span]:
-    waits = events_of(rank, Kind.WAIT, Kind.COLLECTIVE_WAIT)
-    for kind, op, message, start, stop in waits[["kind", "op", "message", "start_ns", "stop_ns"]].tolist():
-        details = {"message": message} if kind == Kind.WAIT else {"by": "a collective of Megatron"}
-        yield 2, "waits (exposed communication)", rank.names[op], start, stop, details
-
-
-def _ops(rank: RankEvents) -> Iterator[_Span]:
+def _ops(rank: RankEvents) -> Iterator[Span]:
     """Each operation in the first row that is free when it begins."""
     free_at: list[int] = []
-    for op, start, stop in np.sort(events_of(rank, Kind.OP), order="start_ns")[["op", "start_ns", "stop_ns"]].tolist():
+    for op, start, stop in np.sort(_events_of(rank, Kind.OP), order="start_ns")[["op", "start_ns", "stop_ns"]].tolist():
         row = next((row for row, until in enumerate(free_at) if until <= start), len(free_at))
         free_at[row : row + 1] = [stop]
-        yield 10 + row, "ops" if row == 0 else f"ops, {row} more at once", rank.names[op], start, stop, {}
-
-
-def _messages(rank: RankEvents, sent_ns: dict[MessageKey, int]) -> Iterator[_Span]:
-    """A row for each peer and group with the messages received from it."""
-    for message in received_messages(rank, sent_ns):
-        thread, row = 100 + 100 * message.peer + message.channel % 100, f"from rank {message.peer} ({message.group})"
-        details = {"bytes": message.num_bytes, "message": message.message, "from": message.peer}
-        if message.sent_ns is not None:
-            details["since sent, us"] = round((message.stop_ns - message.sent_ns) / 1e3)
-        yield thread, row, message.op, message.start_ns, message.stop_ns, details
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
-def _read(run_dir: Path) -> list[RankEvents]:
-    files = event_files(run_dir)
-    if not files:
-        remedy = "run with overlap.trace=true, and give the folder of that run"
-        what = "no events in it" if run_dir.is_dir() else "no such folder"
-        raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
-    try:
-        return [read_events(path) for path in files.values()]
-    except EventFileError as error:
-        raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
+        name = "ops" if row == 0 else f"ops, {row} more at once"
+        yield Span(10 + row, name, rank.names[op], start, stop, {})
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
@@ -290,6 +251,5 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
     found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
     if found is None or text == ":" or (not found[2] and not found[1]):
         raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
-    first = int(found[1]) if found[1] else None
-    last = int(found[3]) if found[3] else None if found[2] else first
-    return first, last
+    first, last = found[1], found[3] if found[2] else found[1]
+    return int(first) if first else None, int(last) if last else None

@@ -1,7 +1,6 @@
-"""Checks at start that all ranks run the same config, versions and patches, and owns the flight recorder.
+"""Checks that all ranks run the same config, versions and patches, when Megatron makes its groups or at `enable`.
 
-The check runs when Megatron makes its process groups, or at `enable` where they exist. A program that makes its own
-groups is checked group by group, when the first transport of a group is opened.
+A program that makes its own groups is checked group by group, when the first transport of a group is opened.
 """
 
 import sys
@@ -26,7 +25,7 @@ from megatron_overlap.session import Adapter, Session
 
 
 class ConfigMismatchError(ValueError):
-    """The ranks run different configs, versions or patches; names the key, the ranks and their values."""
+    """Configs, versions or patches of the ranks differ, or a rank did not answer; names key, ranks and values."""
 
 
 class UnsupportedConfigError(ValueError):
@@ -38,8 +37,7 @@ class ConsistencyCheck(Adapter):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._world: dist.ProcessGroup | None = None
-        """The group of all ranks, once they passed the check."""
+        self._world: dist.ProcessGroup | None = None  # the group of all ranks, once they passed the check
         self._groups: set[dist.ProcessGroup] = set()
         self._flight_recorder: FlightRecorder | None = None
 
@@ -57,17 +55,11 @@ class ConsistencyCheck(Adapter):
         return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
     def start(self) -> None:
-        """Calls `check_all_ranks` if Megatron's groups exist."""
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
             self.check_all_ranks()
 
     def check_all_ranks(self) -> None:
-        """Compares the facts of all ranks of the job; collective.
-
-        Raises:
-            ConfigMismatchError: the facts differ, or a rank did not answer before the deadline.
-            UnsupportedConfigError: no rank can run the config.
-        """
+        """Compares the facts of all ranks of the job; collective. Raises the errors of this module."""
         world = dist.group.WORLD
         assert world is not None
         if self._world not in (None, world):
@@ -85,10 +77,9 @@ class ConsistencyCheck(Adapter):
 
     def check_group(self, group: dist.ProcessGroup) -> None:
         """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check."""
-        if self._world is not None or group in self._groups:
-            return
-        self._compare(group)
-        self._groups.add(group)
+        if self._world is None and group not in self._groups:
+            self._compare(group)
+            self._groups.add(group)
 
     def _compare(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -126,19 +117,17 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
     The first call is collective. It compares the configurations of the ranks, and opens the transport with the timeout,
     trace, flight recorder, ordering and buffer registration of the session.
     """
-    transport = session.transports.find(group, channel)
-    if transport is None:
-        config = session.config
-        options = TransportOptions(
-            channel=channel,
-            timeout_s=config.timeout_s,
-            trace=session.trace,
-            flight_recorder=_checked_recorder(session, group),
-            ordered=bool(config.deterministic),
-            register_buffers=config.register_buffers,
-        )
-        transport = session.transports.open(group, options)
-    return transport
+    if (transport := session.transports.find(group, channel)) is not None:
+        return transport
+    options = TransportOptions(
+        channel=channel,
+        timeout_s=session.config.timeout_s,
+        trace=session.trace,
+        flight_recorder=_checked_recorder(session, group),
+        ordered=bool(session.config.deterministic),
+        register_buffers=session.config.register_buffers,
+    )
+    return session.transports.open(group, options)
 
 
 def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecorder | None:

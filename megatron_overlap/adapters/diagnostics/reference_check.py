@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.ops.numerics_check import Subject, share_of_allowed, share_of_rtol
+from megatron_overlap.ops.numerics_check import share_of_allowed, share_of_rtol
 from megatron_overlap.session import Adapter, Session
 
 
@@ -21,15 +20,13 @@ class CheckError(ValueError):
 class Check(Adapter):
     """The comparisons of one session. Its counters get the largest share of the allowed error, by operation and tensor.
 
-    Attributes:
-        enabled: whether any step is checked.
-        fallbacks: operations that run the stock path after a mismatch, with the reason.
+    `enabled`: any step is checked. `fallbacks`: operations that run the stock path after a mismatch, with the reason.
     """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._config = session.config.check
-        self._rtol = None if self._config.rtol == "derived" else self._config.rtol
+        self.rtol = None if self._config.rtol == "derived" else self._config.rtol
         self._step_shares: dict[str, float] = {}
         self._num_compared = 0
         self.enabled = self._config.every > 0
@@ -38,22 +35,8 @@ class Check(Adapter):
 
     @property
     def due(self) -> bool:
-        """Whether the current step is a checked one."""
         step = self.session.step
         return self.enabled and step > 0 and step % self._config.every == 0
-
-    def subject(
-        self,
-        name: str,
-        op: str,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        main_grad: torch.Tensor | None,
-        weight_done: Callable[[], torch.Tensor | None] | None,
-    ) -> Subject:
-        """Describes one call of a linear layer for `checked_linear`; `name` names the operation in results."""
-        judge = functools.partial(self.judge, name, group, device)
-        return Subject(op, group, self._rtol, judge, main_grad, weight_done)
 
     def reduce(
         self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
@@ -73,8 +56,8 @@ class Check(Adapter):
 
         def compare() -> None:
             got, reference = bucket[own], reduced(before.clone())
-            if self._rtol is not None:
-                share = share_of_rtol(got, reference, self._rtol)
+            if self.rtol is not None:
+                share = share_of_rtol(got, reference, self.rtol)
             else:
                 exact, magnitude = (reduced(tensor) for tensor in (before.double(), before.double().abs()))
                 share = share_of_allowed(got, reference, exact, magnitude, ranks, ranks + 1)

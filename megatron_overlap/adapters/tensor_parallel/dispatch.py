@@ -32,7 +32,7 @@ from megatron_overlap.autotune.candidates import STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite
 from megatron_overlap.ops import LinearPlan
-from megatron_overlap.ops.numerics_check import checked_linear
+from megatron_overlap.ops.numerics_check import Subject, checked_linear
 from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
@@ -212,8 +212,8 @@ class LinearAdapter(Adapter):
 
     def _run_checked(self, call: LinearCall, backend: OverlapBackend) -> LayerOutput:
         """Runs `call` on `backend` and on the reference operation, and compares forward and backward."""
-        name, device = _check_name(call.op, call.weight), call.x.device
-        subject = self.check.subject(name, call.op, call.group, device, call.main_grad, call.weight_done)
+        judge = partial(self.check.judge, _check_name(call.op, call.weight), call.group, call.x.device)
+        subject = Subject(call.op, call.group, self.check.rtol, judge, call.main_grad, call.weight_done)
 
         def overlapped(
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None

@@ -1,7 +1,7 @@
 """`megatron-overlap compare`: launches configs in interleaved rounds and reports the speedup and its spread."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +12,9 @@ from megatron_overlap.config import LaunchConfig, dump_config, load_launch_confi
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare import comparison, flops, generation_report, megatron_logs, report
-from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Comparison, Launched, Side, Workload
+from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched, Side, Workload
 from megatron_overlap.tools.compare.generation import compare_generation, read_generation
-from megatron_overlap.tools.compare.rounds import (
-    GenerationPlan,
-    LaunchFailedError,
-    Selection,
-    read_training,
-    run_rounds,
-    select,
-    select_generation,
-)
+from megatron_overlap.tools.compare.rounds import Selection, read_training, run_rounds, select, select_generation
 from megatron_overlap.tools.launch.command import iterations_in
 from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
@@ -35,9 +27,9 @@ def compare(
     logs: Annotated[
         bool, typer.Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")
     ] = False,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Launches of each config, interleaved.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Launches of each config, interleaved.")] = 3,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Folder of the result. Default: a new one in launch.output_dir.")
+        Path | None, typer.Option(help="Folder of the result. Default: a new one in launch.output_dir.")
     ] = None,
     attribute: Annotated[
         bool,
@@ -46,21 +38,17 @@ def compare(
         ),
     ] = False,
     peak_tflops: Annotated[
-        float | None,
-        typer.Option("--peak-tflops", min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU."),
+        float | None, typer.Option(min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU.")
     ] = None,
     generate: Annotated[
         bool, typer.Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
     ] = False,
     prompt_tokens: Annotated[
-        str | None,
-        typer.Option("--prompt-tokens", help="With --generate: lengths of prompts, such as 128,512."),
+        str | None, typer.Option(help="With --generate: lengths of prompts, such as 128,512.")
     ] = None,
-    batches: Annotated[str, typer.Option("--batches", help="With --generate: numbers of prompts.")] = "1,4",
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=2, help="With --generate: tokens generated from a prompt.")
-    ] = 16,
-    engine: Annotated[str, typer.Option("--engine", help="With --generate: dynamic or static.")] = "dynamic",
+    batches: Annotated[str, typer.Option(help="With --generate: numbers of prompts.")] = "1,4",
+    new_tokens: Annotated[int, typer.Option(min=2, help="With --generate: tokens generated from a prompt.")] = 16,
+    engine: Annotated[str, typer.Option(help="With --generate: dynamic or static.")] = "dynamic",
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     try:
@@ -69,7 +57,11 @@ def compare(
             return 0
         if peak_tflops is not None:
             raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
-        files, overrides = _split(configs)
+        # `a=b` is an override unless a file has that name.
+        files = [text for text in configs if "=" not in text or Path(text).is_file()]
+        if not files:
+            raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
+        overrides = [text for text in configs if text not in files]
         given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
         if not generate:
             _compare_training(select(given, attribute=attribute), rounds, output)
@@ -79,9 +71,10 @@ def compare(
         if engine not in ("dynamic", "static"):
             raise usage_error("compare --engine", engine, "give dynamic or static")
         lengths = None if prompt_tokens is None else _numbers("--prompt-tokens", prompt_tokens)
-        plan = GenerationPlan(lengths, _numbers("--batches", batches), new_tokens, engine)
-        _compare_generation(select_generation(given, plan), rounds, output)
-    except (LaunchFailedError, comparison.NotComparableError, RunError) as error:
+        sizes = _numbers("--batches", batches)
+        chosen = select_generation(given, prompt_tokens=lengths, batches=sizes, new_tokens=new_tokens, engine=engine)
+        _compare_generation(chosen, rounds, output)
+    except (comparison.NotComparableError, RunError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
     return 0
@@ -92,13 +85,11 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
     folder, launched, notes = _launch(chosen, rounds, output, read_training)
     Console().print("measuring the peak rate of the device ...", highlight=False)
     name = str(launched[0].records[0].meta.get("device_name"))
-    peaks: dict[tuple[object, ...], flops.Peak] = {}
     sides = []
     for config, each in zip(chosen.configs, launched, strict=True):
-        key = (config.launch.device, config.train.precision, config.launch.threads_per_rank, config.world_size)
-        if key not in peaks:
-            peaks[key] = flops.find_peak(name, config)
-        sides.append(Side(each.name, each.link, each.records, _workload(config), peaks[key]))
+        device, threads = config.launch.device, config.launch.threads_per_rank
+        peak = flops.find_peak(name, device, config.train.precision, threads, config.world_size)
+        sides.append(Side(each.name, each.link, each.records, _workload(config), peak))
     settings = {
         "rounds": rounds,
         "order": "alternating",
@@ -115,7 +106,8 @@ def _compare_training(chosen: Selection, rounds: int, output: Path | None) -> No
             *notes,
         ],
     }
-    _finish(comparison.compare(sides, serial=chosen.serial, settings=settings), folder, _dumps(chosen))
+    result = comparison.compare(sides, serial=chosen.serial, settings=settings)
+    report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
 
 
 def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> None:
@@ -131,9 +123,7 @@ def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> 
         *notes,
     ]
     result = compare_generation(launched, {"rounds": rounds, "order": "alternating", "notes": how})
-    generation_report.write(result, folder, _dumps(chosen))
-    rows, lines = generation_report.rows(result), generation_report.notes(result)
-    _show(folder, result.runs, rows, lines, generation_report.headline(result))
+    generation_report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
 
 
 def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
@@ -145,11 +135,10 @@ def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, p
     logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
     folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
-    _finish(comparison.compare(logged, settings=settings), folder, {})
+    report.write(comparison.compare(logged, settings=settings), folder, {})
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of `128,512`."""
     parts = text.split(",")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise usage_error(f"compare {option}", text, "give whole numbers of 1 or more, separated by commas")
@@ -168,13 +157,15 @@ def _open_folder(output: Path | None, parent: str, run: str) -> Path:
 def _launch[Record](
     chosen: Selection, rounds: int, output: Path | None, read: Callable[[Path, LaunchConfig], Record]
 ) -> tuple[Path, list[Launched[Record]], list[str]]:
-    """All launches with their progress on the console: their folder, their records, and notes for the report."""
+    """All launches with their progress on the console: their folder and records, and notes for the report."""
     console, last, notes = Console(), chosen.configs[-1], list(chosen.notes)
     folder = _open_folder(output, last.launch.output_dir, last.name)
 
     def note(text: str) -> None:
-        notes.append(f"{text[0].upper()}{text[1:]}.")
-        console.print(f"note: {text}", highlight=False, soft_wrap=True)
+        line = f"{text[0].upper()}{text[1:]}."
+        if line not in notes:
+            notes.append(line)
+            console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     with console.status("") as status:
 
@@ -190,44 +181,9 @@ def _launch[Record](
 
 
 def _workload(config: LaunchConfig) -> Workload:
-    """The work of one iteration of a config."""
     try:
         counted, convention = flops.step_flops(config), flops.CONVENTION
     except flops.UnknownFlopsError as error:
         counted, convention = None, str(error)
     tokens = config.train.global_batch_size * config.train.seq_length
     return Workload(tokens, counted, convention, config.world_size)
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files and overrides. `a=b` is an override unless a file has that name."""
-    files = [text for text in arguments if "=" not in text or Path(text).is_file()]
-    if not files:
-        raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
-    return files, [text for text in arguments if text not in files]
-
-
-def _dumps(chosen: Selection) -> dict[str, str]:
-    return {config.name: dump_config(config) for config in chosen.configs}
-
-
-def _finish(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    report.write(result, folder, configs)
-    lines = [report.headline(result), *filter(None, [report.attribution(result)])]
-    _show(folder, result.runs, report.rows(result), report.notes(result), *lines)
-
-
-def _show(
-    folder: Path, runs: Sequence[report.Reported], rows: Iterable[report.Row], notes: Iterable[str], *lines: str
-) -> None:
-    console = Console()
-    console.print(report.table(runs, rows))
-    for line in notes:
-        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
-    for run, module, operation, reason, calls in report.fallback_lines(runs):
-        console.print(f"- {run}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
-    console.print()
-    for line in lines:
-        console.print(line, style="bold", highlight=False, soft_wrap=True)
-    names = ", ".join((report.JSON_FILE, report.PNG_FILE, report.HTML_FILE))
-    console.print(f"{folder}: {names}", highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ WARM_UP_ITERATIONS = 2
 
 
 class NotComparableError(ValueError):
-    """Two series of losses or gradient norms cannot be compared; the text names the iteration."""
+    """Two series of losses or gradient norms cannot be compared; names the iteration."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Launched[Record]:
-    """All launches of one config: its name, the network, and one record for each round."""
+    """All launches of one config: the network, and one record for each round."""
 
     name: str
     link: Mapping[str, Any]
@@ -69,7 +69,6 @@ class Side(Launched[RunRecord]):
 
     @property
     def timed_rounds_ms(self) -> list[list[float]]:
-        """The timed steps of each round."""
         return [list(record.step_time_ms[WARM_UP_ITERATIONS:]) for record in self.records]
 
 
@@ -83,16 +82,27 @@ class TypicalStep:
 
 
 @dataclass(frozen=True)
+class ExposedOp:
+    """Waits for one op in one direction: mean and median over the timed steps."""
+
+    op: str
+    direction: str
+    ms: float
+    median_ms: float
+
+
+@dataclass(frozen=True)
 class ExposedSummary:
     """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
 
-    `share_of_step` is the total over the total step time. `by_op` has the mean and the median over steps by op and
-    direction in milliseconds, the largest mean first.
+    `share_of_step` is the total over the total step time. `floor_ms`, the compute-only floor, is the median step time
+    minus the median exposed communication. `by_op` has the largest mean first.
     """
 
     step_ms: Spread
     share_of_step: float
-    by_op: Mapping[tuple[str, str], tuple[float, float]]
+    floor_ms: float
+    by_op: list[ExposedOp]
 
 
 @dataclass(frozen=True)
@@ -123,11 +133,6 @@ class RunSummary:
     exposed: ExposedSummary | None = None
     evaluation_ms: Spread | None = None
 
-    @property
-    def floor_ms(self) -> float | None:
-        """Compute-only floor: median step time minus median exposed communication; None without events."""
-        return None if self.exposed is None else self.step_time_ms.median - self.exposed.step_ms.median
-
 
 @dataclass(frozen=True)
 class AgainstReference:
@@ -144,10 +149,7 @@ class AgainstReference:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The factors of the speedup in each round: reference over serial run, and serial run over overlapped run.
-
-    The serial run sends the messages of the plugin without overlap.
-    """
+    """The factors of the speedup: reference over serial run, which does not overlap, and that over overlapped run."""
 
     faster_collective: Spread
     overlap: Spread
@@ -178,12 +180,9 @@ class Comparison(Compared[RunSummary]):
 def compare(
     sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
 ) -> Comparison:
-    """Compare every side with the first. All sides have the same number of rounds.
+    """Compare every side with the first. All sides have the same number of rounds. Raises as `max_deviation`.
 
     The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
-
-    Raises:
-        NotComparableError: at one iteration, a loss or gradient norm is finite in one run only.
     """
     reference = sides[0]
     attribution = None
@@ -192,7 +191,7 @@ def compare(
         attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
     meta = reference.records[0].meta
     return Comparison(
-        runs=[summarize(side) for side in sides],
+        runs=[_summarize(side) for side in sides],
         against=[_against(reference, side) for side in sides[1:]],
         attribution=attribution,
         device={"kind": meta.get("device"), "name": meta.get("device_name"), "world_size": meta.get("world_size")},
@@ -201,8 +200,7 @@ def compare(
     )
 
 
-def summarize(side: Side) -> RunSummary:
-    """The figures of one side over its rounds."""
+def _summarize(side: Side) -> RunSummary:
     rounds = side.timed_rounds_ms
     step_time = Spread.of([time for times in rounds for time in times])
     work, seconds = side.workload, step_time.median / 1000
@@ -236,38 +234,34 @@ def summarize(side: Side) -> RunSummary:
         link=side.link,
         plugin=first.report,
         typical_step=min(steps, key=lambda step: abs(step.step_time_ms - step_time.median)),
-        exposed=_exposed(side),
+        exposed=_exposed(side, step_time),
         evaluation_ms=Spread.of(evaluations) if evaluations else None,
     )
 
 
-def _exposed(side: Side) -> ExposedSummary | None:
+def _exposed(side: Side, step_time_ms: Spread) -> ExposedSummary | None:
     steps: list[StepExposed] = []
     for record in side.records:
         if record.exposed is None:
             return None
         steps += record.exposed[WARM_UP_ITERATIONS:]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
-    by_op = {}
-    for key in {key for step in steps for key in step.by_op}:
-        times = [step.by_op.get(key, 0.0) for step in steps]
-        by_op[key] = sum(times) / len(times), median(times)
-    return ExposedSummary(
-        step_ms=Spread.of([step.total_ms for step in steps]),
-        share_of_step=sum(step.total_ms for step in steps) / total_ms,
-        by_op=dict(sorted(by_op.items(), key=lambda item: (-item[1][0], item[0]))),
-    )
+    ops = []
+    for op, direction in {key for step in steps for key in step.by_op}:
+        times = [step.by_op.get((op, direction), 0.0) for step in steps]
+        ops.append(ExposedOp(op, direction, sum(times) / len(times), median(times)))
+    totals = [step.total_ms for step in steps]
+    step_ms, share = Spread.of(totals), sum(totals) / total_ms
+    ops.sort(key=lambda each: (-each.ms, each.op, each.direction))
+    return ExposedSummary(step_ms, share, step_time_ms.median - step_ms.median, ops)
 
 
 def _against(reference: Side, side: Side) -> AgainstReference:
     pairs = list(zip(reference.records, side.records, strict=True))
     ratios = paired_ratios(reference.timed_rounds_ms, side.timed_rounds_ms)
     evaluated = [(a.evaluation_ms, b.evaluation_ms) for a, b in pairs if a.evaluation_ms and b.evaluation_ms]
-    memory = [
-        b.peak_memory_bytes / a.peak_memory_bytes
-        for a, b in pairs
-        if a.peak_memory_bytes is not None and b.peak_memory_bytes is not None
-    ]
+    peaks = [(a.peak_memory_bytes, b.peak_memory_bytes) for a, b in pairs]
+    memory = [b / a for a, b in peaks if a is not None and b is not None]
     return AgainstReference(
         name=side.name,
         speedup=Spread.of(ratios),
@@ -281,25 +275,21 @@ def _against(reference: Side, side: Side) -> AgainstReference:
 
 
 def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> list[float]:
-    """For each round, the median of the reference over the median of the other.
-
-    Both ran within the same minutes: a change of the machine's speed that lasts longer cancels.
-    """
+    """For each round, the median of the reference over that of the other: slow changes of the machine cancel."""
     return [median(base) / median(times) for base, times in zip(reference, other, strict=True)]
 
 
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
     """The largest relative difference between two series of the same length; None if they share no known value.
 
-    Raises:
-        NotComparableError: at one place only one of the two is finite.
+    NotComparableError: at one iteration only one of the two is finite.
     """
     largest: float | None = None
-    for index, (a, b) in enumerate(zip(reference, other, strict=True)):
+    for iteration, (a, b) in enumerate(zip(reference, other, strict=True), start=1):
         if a is None or b is None:
             continue
         if math.isfinite(a) != math.isfinite(b):
-            raise NotComparableError(f"{what} of iteration {index + 1}: {a} in one run and {b} in the other")
+            raise NotComparableError(f"{what} of iteration {iteration}: {a} in one run and {b} in the other")
         if math.isfinite(a):
             largest = max(largest or 0.0, deviation(a, b))
     return largest
@@ -317,7 +307,7 @@ def comparison_content(comparison: Comparison) -> Any:
     """The content of compare.json."""
     against = comparison.against
     content = {
-        "runs": [_run_content(run) for run in comparison.runs],
+        "runs": comparison.runs,
         "speedup": comparison.headline.speedup,
         "max_loss_deviation": _largest(entry.max_loss_deviation for entry in against),
         "max_grad_norm_deviation": _largest(entry.max_grad_norm_deviation for entry in against),
@@ -332,21 +322,6 @@ def comparison_content(comparison: Comparison) -> Any:
     return json_content(content)
 
 
-def _run_content(run: RunSummary) -> dict[str, Any]:
-    exposed = None
-    if run.exposed is not None:
-        exposed = {
-            "step_ms": run.exposed.step_ms,
-            "share_of_step": run.exposed.share_of_step,
-            "floor_ms": run.floor_ms,
-            "by_op": [
-                {"op": op, "direction": direction, "ms": mean_ms, "median_ms": median_ms}
-                for (op, direction), (mean_ms, median_ms) in run.exposed.by_op.items()
-            ],
-        }
-    return {**vars(run), "exposed": exposed}
-
-
 def json_content(content: Mapping[str, Any]) -> Any:
-    """A content as JSON represents it: dataclasses are objects, infinity and NaN are null."""
+    """As JSON represents it: dataclasses are objects, infinity and NaN are null."""
     return json.loads(to_json(content, inf_nan_mode="null"))

@@ -1,15 +1,15 @@
 """Model FLOPs of a training step and peak FLOP/s of a device: the two figures of the MFU.
 
 Convention for model FLOPs: 2 operations per multiply-add of the matrix multiplications, three times (forward, and the
-gradients of input and weight in backward). Attention scores count half of the square: the causal mask.
-Recomputation, optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary.
-Of experts only the active ones count, those that a token passes; the router counts nothing.
-The throughput line of Megatron uses the same convention. Published figures that count the whole attention square are
-higher for the same step: `attention="full"` gives theirs.
+gradients of input and weight in backward). Attention scores count half of the square: the causal mask. Recomputation,
+optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary. Of experts only
+the active ones count, those that a token passes; the router counts nothing. The throughput line of Megatron uses the
+same convention. Published figures that count the whole attention square are higher: `attention="full"` gives theirs.
 
 Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
 """
 
+import functools
 import json
 import re
 import statistics
@@ -33,18 +33,9 @@ VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatr
 EXPERTS_FLAG = "--num-experts"
 # Arguments that replace or extend the model of the `model` section.
 _OTHER_MODELS = (
-    "--moe-layer-freq",
-    "--moe-latent-size",
-    "--multi-latent-attention",
-    "--mtp-num-layers",
-    "--hybrid-",
-    "--is-hybrid-model",
-    "--experimental-attention-variant",
-    "--linear-attention-freq",
-    "--attention-output-gate",
-    "--spec",
-    "--heterogeneous-",
-    "--use-checkpoint-args",
+    *("--moe-layer-freq", "--moe-latent-size", "--multi-latent-attention", "--mtp-num-layers", "--hybrid-"),
+    *("--is-hybrid-model", "--experimental-attention-variant", "--linear-attention-freq", "--attention-output-gate"),
+    *("--spec", "--heterogeneous-", "--use-checkpoint-args"),
 )
 
 # TFLOP/s with dense bf16 or fp16 inputs and fp32 accumulation, by a part of the device name that the driver reports.
@@ -133,11 +124,7 @@ def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_M
 
 
 def step_flops(cfg: LaunchConfig) -> float:
-    """Model FLOPs of one iteration over all ranks.
-
-    Raises:
-        UnknownFlopsError: `megatron_args` change the model of the `model` section.
-    """
+    """Model FLOPs of one iteration over all ranks. Raises as `known_model`."""
     known_model(cfg.megatron_args)
     multiple = number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
@@ -160,22 +147,16 @@ def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
 
 
 def known_model(megatron_args: Sequence[str]) -> None:
-    """Check that no argument changes the model of the `model` section.
-
-    Raises:
-        UnknownFlopsError: an argument changes the model.
-    """
+    """Raises an UnknownFlopsError if an argument changes the model of the `model` section."""
     for arg in megatron_args:
         if arg.startswith(_OTHER_MODELS):
             raise UnknownFlopsError(f"megatron_args: {arg}: the FLOPs of that model are unknown")
 
 
 def known_peak(device_name: str, precision: Precision) -> Peak | None:
-    """The figure of the data sheet; None if the table has none.
-
-    The table has no fp32 figures: a setting decides whether an fp32 GEMM runs in TF32.
-    """
-    if precision == "fp32" or "MIG" in device_name:  # a MIG instance is a part of the device
+    """The figure of the data sheet; None if the table has none."""
+    # A setting decides whether an fp32 GEMM runs in TF32. A MIG instance is a part of the device.
+    if precision == "fp32" or "MIG" in device_name:
         return None
     for name, tflops in HALF_TFLOPS.items():
         # Match whole words: `A100` contains `A10`, and `GH200` contains `H200`.
@@ -184,25 +165,22 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
     return None
 
 
-def find_peak(device_name: str, cfg: LaunchConfig) -> Peak:
-    """The peak rate for a run: from the table, or measured on this machine.
+@functools.cache
+def find_peak(
+    device_name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int
+) -> Peak:
+    """The peak rate for a run: from the table, or measured once on this machine. RunError: the measurement failed.
 
-    A measurement times large square GEMMs in the precision and with the threads of the run, on all ranks of the machine
-    at once. Ranks that run together share caches, memory and clock rate, as they do in the run.
-
-    Raises:
-        RunError: a rank of the measurement failed.
+    A measurement times large square GEMMs in the precision and with the threads of the run, on CPU on all ranks at
+    once. Ranks that run together share caches, memory and clock rate, as they do in the run.
     """
-    known = known_peak(device_name, cfg.train.precision) if cfg.launch.device == "cuda" else None
-    if known is not None:
+    if device == "cuda" and (known := known_peak(device_name, precision)) is not None:
         return known
-    device, precision, threads = cfg.launch.device, cfg.train.precision, cfg.launch.threads_per_rank
-    ranks = cfg.world_size if device == "cpu" else 1
+    ranks = world_size if device == "cpu" else 1
     measure, env = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
-        launches = [[*measure, str(file), device, precision] for file in files]
-        commands = [RankCommand(rank, argv, env) for rank, argv in enumerate(launches)]
+        commands = [RankCommand(rank, [*measure, str(file), device, precision], env) for rank, file in enumerate(files)]
         run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
         rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
     source = f"measured: best square {precision} GEMM"

@@ -14,8 +14,8 @@ from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
 
 RESULT_FILE = "generation.json"
+# Figures of a workload, as the script writes them, and their labels.
 METRICS = {"first_token_ms": "first token, ms", "decode_ms": "ms per token", "tokens_per_s": "tokens/s"}
-"""Figures of a workload, as the script writes them, and their labels."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +27,6 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `128x4`."""
         return cls(*map(int, text.split("x")))
 
     def __str__(self) -> str:
@@ -58,17 +57,13 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True)
-class WorkloadSummary:
+class WorkloadSummary(Workload):
     """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
 
-    Attributes:
-        speedups: in each round the time of the reference over that of the run; tokens/s the other way round. Empty for
-            the reference.
-        equal_sequences: those with the tokens of the reference.
-        first_difference: smallest index of a token that differs; None where none does.
+    `speedups`: time of the reference over that of the run in each round, tokens/s inverted; none of the reference.
+    `equal_sequences` have the tokens of the reference; `first_difference` is the smallest index of another token.
     """
 
-    workload: Workload
     figures: Mapping[str, Spread]
     speedups: Mapping[str, Spread]
     sequences: int
@@ -78,18 +73,14 @@ class WorkloadSummary:
 
 @dataclass(frozen=True)
 class GenerationRun:
-    """The figures of one run, by workload."""
+    """The figures of one run, by workload. `tokens_equal`: every sequence has the tokens of the reference."""
 
     name: str
     engine: str
+    tokens_equal: bool
     workloads: tuple[WorkloadSummary, ...]
     link: Mapping[str, Any]
     plugin: PluginReport | None
-
-    @property
-    def tokens_equal(self) -> bool:
-        """Whether every sequence has the tokens of the reference."""
-        return all(each.equal_sequences == each.sequences for each in self.workloads)
 
 
 GenerationComparison = Compared[GenerationRun]
@@ -97,11 +88,7 @@ _Side = Launched[GenerationRecord]
 
 
 def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
-    """Reads what one launch of `scripts/generate_gpt.py` wrote.
-
-    Raises:
-        RunRecordError: a file is missing or incomplete; the text names it.
-    """
+    """Reads what one launch of `scripts/generate_gpt.py` wrote. RunRecordError: a file is missing or incomplete."""
     path = run_dir / RESULT_FILE
     content = read_object(path)
     try:
@@ -124,7 +111,8 @@ def compare_generation(sides: Sequence[_Side], settings: Mapping[str, Any]) -> G
     for side in sides:
         first = side.records[0]
         workloads = tuple(_summarize(workload, side, reference) for workload in first.workloads)
-        runs.append(GenerationRun(side.name, first.engine, workloads, side.link, first.report))
+        equal = all(each.equal_sequences == each.sequences for each in workloads)
+        runs.append(GenerationRun(side.name, first.engine, equal, workloads, side.link, first.report))
     return GenerationComparison(runs, meta["versions"], device, settings)
 
 
@@ -141,7 +129,7 @@ def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSum
         for a, b in zip(one.tokens, other.tokens, strict=True)
     ]
     return WorkloadSummary(
-        workload,
+        **vars(workload),
         figures={name: Spread.of([each.figures[name] for each in mine]) for name in METRICS},
         speedups=speedups,
         sequences=len(places),
@@ -157,20 +145,4 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def generation_content(result: GenerationComparison) -> Any:
     """The content of compare.json."""
-    runs = [
-        {
-            "name": run.name,
-            "engine": run.engine,
-            "tokens_equal": run.tokens_equal,
-            "workloads": [_summary_content(each) for each in run.workloads],
-            "link": run.link,
-            "plugin": run.plugin,
-        }
-        for run in result.runs
-    ]
-    return json_content({"generation": True, **vars(result), "runs": runs})
-
-
-def _summary_content(summary: WorkloadSummary) -> dict[str, Any]:
-    content = {**vars(summary)}
-    return {**vars(content.pop("workload")), **content}
+    return json_content({"generation": True, **vars(result)})

@@ -1,4 +1,4 @@
-"""Writes a comparison of generation: the table for the terminal, compare.json, compare.png and compare.html."""
+"""Table, page and picture of a comparison of generation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary, generation_content
-from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes, title_and_caption
+from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes
 
 
 def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
     """The first token by prompt length with the largest batch; the other figures by batch with the longest prompts."""
     figure = make_figure(4.2 if title else 3.8)
-    workloads = [each.workload for each in result.runs[0].workloads]
+    workloads = result.runs[0].workloads
     batch, length = max(each.batch for each in workloads), max(each.prompt_tokens for each in workloads)
     for axes, (name, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
         if name == "first_token_ms":
@@ -25,8 +25,7 @@ def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], c
         _bars(axes, result, name, ticks)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8.5, frameon=False)
-    title_and_caption(figure, title, caption)
-    return as_file(figure, form)
+    return as_file(figure, form, caption, title)
 
 
 def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int, int]) -> None:
@@ -48,21 +47,14 @@ def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int
 
 
 def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files; `configs` has the resolved config of each run by its name."""
-    caption = f"{report.ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
-    page = report.render(
-        "generation.html.j2",
-        headline=headline(result),
-        key_figures=key_figures(result),
-        overview=draw_generation(result, "svg", caption),
-        runs=result.runs,
-        rows=rows(result),
-        notes=notes(result),
-        fallbacks=report.fallback_lines(result.runs),
-        configs=configs,
-    )
-    picture = draw_generation(result, "png", caption, headline(result))
-    report.write_files(folder, picture, page, generation_content(result))
+    """Publish the comparison, as `report.publish` does."""
+    page = {
+        "headline": headline(result),
+        "key_figures": key_figures(result),
+        "rows": rows(result),
+        "notes": notes(result),
+    }
+    report.publish(result, folder, configs, draw_generation, generation_content(result), "generation.html.j2", page)
 
 
 def headline(result: GenerationComparison) -> str:
@@ -72,29 +64,25 @@ def headline(result: GenerationComparison) -> str:
     first_token, decode = (last.speedups[name].median for name in ("first_token_ms", "decode_ms"))
     return (
         f"{run.name}: first token {first_token:.3f}x, decode {decode:.3f}x over {reference.name} at "
-        f"{last.workload.label}; tokens {'equal' if run.tokens_equal else 'differ'}"
+        f"{last.label}; tokens {'equal' if run.tokens_equal else 'differ'}"
     )
 
 
-def key_figures(result: GenerationComparison) -> list[report.KeyFigure]:
+def key_figures(result: GenerationComparison) -> list[tuple[str, str, str]]:
     """The figures at the head of the report, of the headline's workload."""
     before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
-    found = [
-        report.KeyFigure(
-            label,
-            f"{before.figures[name].median:,.1f} \u2192 {after.figures[name].median:,.1f}",
-            f"{report.ratio(after.speedups[name])}; {after.workload.label}",
-        )
-        for name, label in METRICS.items()
-    ]
+    found = []
+    for name, label in METRICS.items():
+        change = report.arrow(before.figures[name].median, after.figures[name].median, "{:,.1f}")
+        found.append((label, change, f"{report.ratio(after.speedups[name])}; {after.label}"))
     equal = sum(each.equal_sequences for each in result.runs[1].workloads)
     total = sum(each.sequences for each in result.runs[1].workloads)
-    return [*found, report.KeyFigure("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
+    return [*found, ("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
 
 
 def rows(result: GenerationComparison) -> list[report.Row]:
     """The rows of the table: every figure by workload, then tokens and calls."""
-    runs, workloads = result.runs, [each.workload for each in result.runs[0].workloads]
+    runs, workloads = result.runs, result.runs[0].workloads
     shown = [report.Row("engine", tuple(run.engine for run in runs))]
     for name, label in METRICS.items():
         for place, workload in enumerate(workloads):

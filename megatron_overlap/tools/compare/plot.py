@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -13,19 +14,12 @@ from megatron_overlap.tools.compare.comparison import Comparison
 from megatron_overlap.tools.compare.traced_steps import Breakdown, RankStep, Span, StepTimeline
 from megatron_overlap.tools.launch.run_records import deviation
 
+# Of the runs, distinguishable with colour blindness (Okabe and Ito).
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-"""Colours of the runs, distinguishable with colour blindness (Okabe and Ito)."""
 
-OP_STYLES: tuple[tuple[str, str], ...] = (
-    ("#d55e00", ""),
-    ("#123f7a", ""),
-    ("#0a8f6a", "///"),
-    ("#8a2f7c", "\\\\\\"),
-    ("#e0a100", ""),
-    ("#3c82c4", "---"),
-    ("#7a1420", "---"),
-    ("#d4689f", "\\\\\\"),
-    ("#7d8590", "|||"),
+OP_STYLES = (
+    *(("#d55e00", ""), ("#123f7a", ""), ("#0a8f6a", "///"), ("#8a2f7c", "\\\\\\"), ("#e0a100", "")),
+    *(("#3c82c4", "---"), ("#7a1420", "---"), ("#d4689f", "\\\\\\"), ("#7d8590", "|||")),
 )
 """Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
 Every wait is darker than computation."""
@@ -45,8 +39,7 @@ def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str,
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    title_and_caption(figure, title, caption)
-    return as_file(figure, form)
+    return as_file(figure, form, caption, title)
 
 
 def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
@@ -114,11 +107,9 @@ def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
 def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, styles: dict[str, int]) -> None:
     end = max(rank.stop_ms for rank in one.ranks)
     shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
-    style_axes(
-        axes,
-        f"{one.run}: round {one.step.round}, iteration {one.step.iteration}: {one.step.step_time_ms:,.1f} ms, "
-        f"median {one.median_ms:,.1f} ms{shown}",
-    )
+    typical, median_ms = one.run.typical_step, one.run.step_time_ms.median
+    step = f"round {typical.round}, iteration {typical.iteration}: {typical.step_time_ms:,.1f} ms"
+    style_axes(axes, f"{one.run.name}: {step}, median {median_ms:,.1f} ms{shown}")
     for place, rank in enumerate(one.ranks):
         axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
         for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in rank.waits}):
@@ -148,7 +139,7 @@ def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: st
 
 def _step_times(axes: Any, result: Comparison) -> None:
     keys = "bar and line: median; thick line: p20 to p80; dots: iterations"
-    if any(run.floor_ms is not None for run in result.runs):
+    if any(run.exposed is not None for run in result.runs):
         keys += "\ndashed: compute-only floor (step minus exposed communication)"
     style_axes(axes, "Step time, slowest rank (ms)", keys)
     longest = max(max(max(times) for times in run.step_times_ms) for run in result.runs)
@@ -160,8 +151,8 @@ def _step_times(axes: Any, result: Comparison) -> None:
             axes.plot(times, [place + offset] * len(times), ".", color=color, alpha=0.45, markersize=6, mew=0)
         axes.plot([spread.p20, spread.p80], [place, place], color=color, lw=5, alpha=0.6, solid_capstyle="butt")
         axes.plot([spread.median] * 2, [place - 0.25, place + 0.25], color=color, lw=2.5)
-        if run.floor_ms is not None:
-            axes.plot([run.floor_ms] * 2, [place - 0.25, place + 0.25], color=_INK, lw=1.2, ls="--")
+        if run.exposed is not None:
+            axes.plot([run.exposed.floor_ms] * 2, [place - 0.25, place + 0.25], color=_INK, lw=1.2, ls="--")
         label = f"{run.name}:  {spread.median:.1f} ms"
         if run.mfu is not None:
             label += f",  MFU {run.mfu:.1%}"
@@ -215,8 +206,7 @@ def _training(axes: Any, result: Comparison) -> None:
     for place, run in enumerate(result.runs):
         steps = range(1, len(run.losses) + 1)
         shape = {"lw": 4, "alpha": 0.35} if place == 0 else {"lw": 1.4, "ls": "--" if place > 1 else "-"}
-        values = [float("nan") if value is None else value for value in run.losses]
-        losses.plot(steps, values, color=_color(place), label=run.name, **shape)
+        losses.plot(steps, np.array(run.losses, float), color=_color(place), label=run.name, **shape)
         if place == 0:
             continue
         for kind, marker in (("losses", "o"), ("grad_norms", "^")):
@@ -233,13 +223,6 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def title_and_caption(figure: Any, title: str, caption: str) -> None:
-    """Puts the headline, if any, above a picture and its caption below."""
-    if title:
-        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
-
-
 def make_figure(height: float) -> Any:
     """A figure of the width of all pictures, and of `height` inches."""
     figure: Any = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
@@ -247,8 +230,12 @@ def make_figure(height: float) -> Any:
     return figure
 
 
-def as_file(figure: Any, form: Literal["png", "svg"]) -> bytes:
-    """The content of the file of a figure."""
+def as_file(figure: Any, form: Literal["png", "svg"], caption: str = "", title: str = "") -> bytes:
+    """The content of the file of a figure, with a caption below it and a title above it."""
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
+    if caption:
+        figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.8}):  # text stays text: a smaller file
         figure.savefig(out, format=form, facecolor="white")
@@ -262,8 +249,7 @@ def style_axes(axes: Any, title: str, x_label: str = "") -> None:
     axes.grid(color=_GRID, lw=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _color(place: int) -> str:

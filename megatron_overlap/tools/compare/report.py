@@ -1,8 +1,8 @@
-"""Writes a comparison: the table for the terminal, compare.json, compare.png and compare.html."""
+"""Publishes a comparison: the table on the terminal, compare.json, compare.png and compare.html."""
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,25 +10,18 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from megatron_overlap.tools.compare.comparison import Comparison, RunSummary, Spread, comparison_content
+from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
 from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
-from megatron_overlap.tools.compare.traced_steps import Breakdown, StepTimeline, breakdowns, timelines
+from megatron_overlap.tools.compare.traced_steps import breakdowns, timelines
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
 
-NO_EVENTS = (
-    "No timeline: these runs recorded no events. `megatron-overlap compare CONFIG overlap.trace=true` records "
-    "events and draws the timelines."
-)
-
 _MIB = 1024 * 1024
-
-Reported = RunSummary | GenerationRun
-"""A run of any comparison."""
 
 
 @dataclass(frozen=True)
@@ -40,74 +33,76 @@ class Row:
     detail: bool = False
 
 
-@dataclass(frozen=True)
-class KeyFigure:
-    """A figure at the head of the report, of the second run and the reference."""
-
-    label: str
-    value: str
-    detail: str
-
-
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
-    """Write the three files. The page needs no scripts, other files or network access.
+    """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
+    traced = any(run.exposed is not None for run in result.runs)
+    steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
+    page = {
+        "headline": headline(result),
+        "attribution": attribution(result),
+        "key_figures": key_figures(result),
+        "rows": rows(result),
+        "notes": notes(result),
+        "steps": steps,
+        "timeline": draw_timelines(steps) if steps else None,
+        "missing": missing,
+        "breakdowns": [(part, draw_breakdown(part)) for part in breakdowns(result)],
+        "ms": partial(_ms, form=",.1f"),
+        "signed": partial(_ms, form="+,.1f"),
+    }
+    publish(result, folder, configs, draw_overview, comparison_content(result), "compare.html.j2", page)
 
-    `configs` has the resolved config of each run by the name of the run. `RUNS_FOLDER` in `folder` has the events.
+
+def publish(
+    result: Compared[Any],
+    folder: Path,
+    configs: Mapping[str, str],
+    draw: Callable[..., bytes],
+    figures: Any,
+    template: str,
+    page: Mapping[str, Any],
+) -> None:
+    """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
+
+    `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
+    `caption` and optionally a `title`. `figures` is the content of the JSON file, `page` that of the template.
     """
-    steps, step_notes = list[StepTimeline](), [NO_EVENTS]
-    if any(run.exposed is not None for run in result.runs):
-        steps, missing = timelines(result, folder / RUNS_FOLDER)
-        step_notes = [*(timeline_notes(steps) if steps else []), *missing]
-    caption = "read from finished logs"
-    if not from_logs(result):
-        caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
-    page = render(
-        "compare.html.j2",
-        headline=headline(result),
-        attribution=attribution(result),
-        key_figures=key_figures(result),
-        overview=draw_overview(result, "svg", caption),
-        timeline=draw_timelines(steps) if steps else None,
-        timeline_notes=step_notes,
-        breakdowns=[(part, draw_breakdown(part)) for part in breakdowns(result)],
-        floor_note=floor_note,
-        ms=partial(_ms, form=",.1f"),
-        signed=partial(_ms, form="+,.1f"),
-        runs=result.runs,
-        rows=rows(result),
-        notes=notes(result),
-        fallbacks=None if from_logs(result) else fallback_lines(result.runs),
-        configs=configs,
-    )
-    write_files(folder, draw_overview(result, "png", caption, headline(result)), page, comparison_content(result))
-
-
-def write_files(folder: Path, picture: bytes, page: str, figures: Mapping[str, Any]) -> None:
-    """Put three complete files in place, the JSON last."""
+    logs = from_logs(result)
+    caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
+    draw = partial(draw, result, caption="read from finished logs" if logs else caption)
+    fallbacks = [
+        (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
+        for run in result.runs
+        if run.plugin is not None
+        for fallback in run.plugin.fallbacks
+    ]
+    common = {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallbacks}
+    loader = PackageLoader("megatron_overlap.tools.compare")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
+    html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
     figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    content = {PNG_FILE: picture, HTML_FILE: page.encode(), JSON_FILE: figures_json.encode()}
+    picture = draw(form="png", title=page["headline"])
+    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json.encode()}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
-
-
-def table(runs: Sequence[Reported], rows: Iterable[Row]) -> Table:
-    """The table for a rich console, one column for each run."""
-    shown = Table("", box=box.SIMPLE_HEAD)
-    for run in runs:
-        shown.add_column(run.name, justify="right", overflow="fold")
-    for row in rows:
-        shown.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
-    return shown
-
-
-def render(template: str, **values: object) -> str:
-    """One of the templates of this package with its values."""
-    folder = PackageLoader("megatron_overlap.tools.compare")
-    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
-    return environment.get_template(template).render(**values)
+    table = Table("", box=box.SIMPLE_HEAD)
+    for run in result.runs:
+        table.add_column(run.name, justify="right", overflow="fold")
+    for row in page["rows"]:
+        table.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
+    console = Console()
+    console.print(table)
+    for line in page["notes"]:
+        console.print(f"- {line}", style="dim", highlight=False, soft_wrap=True)
+    for name, module, operation, reason, calls in fallbacks:
+        console.print(f"- {name}: {module}: {operation}: {calls} calls on the stock path: {reason}", highlight=False)
+    console.print()
+    for line in filter(None, (page["headline"], page.get("attribution"))):
+        console.print(line, style="bold", highlight=False, soft_wrap=True)
+    console.print(f"{folder}: {JSON_FILE}, {PNG_FILE}, {HTML_FILE}", highlight=False, soft_wrap=True)
 
 
 def headline(result: Comparison) -> str:
@@ -118,30 +113,29 @@ def headline(result: Comparison) -> str:
 
 def attribution(result: Comparison) -> str | None:
     """The two factors of the speedup; None without the serial run."""
-    parts = result.attribution
-    if parts is None:
+    if (parts := result.attribution) is None:
         return None
     return f"Attribution: faster collective {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
 
 
-def key_figures(result: Comparison) -> list[KeyFigure]:
-    """The figures at the head of the report, without those that are unknown."""
+def key_figures(result: Comparison) -> list[tuple[str, str, str]]:
+    """The known figures of second run and reference at the head of the report: label, value, detail."""
     before, after, first = result.runs[0], result.runs[1], result.headline
     found = [
-        KeyFigure("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
-        KeyFigure("step time, ms", _arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
+        ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
+        ("step time, ms", arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
     ]
     if before.exposed is not None and after.exposed is not None:
-        share = _arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
-        times = _arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
-        found.append(KeyFigure("exposed communication, ms", times, f"{share} of the step"))
+        share = arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
+        times = arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
+        found.append(("exposed communication, ms", times, f"{share} of the step"))
     if before.mfu is not None and after.mfu is not None:
         peak = f"of {after.peak_tflops:.4g} TFLOP/s per device"
-        found.append(KeyFigure("MFU", _arrow(before.mfu, after.mfu, "{:.1%}"), peak))
+        found.append(("MFU", arrow(before.mfu, after.mfu, "{:.1%}"), peak))
     if first.max_loss_deviation is not None:
         own = before.own_loss_deviation
         detail = "largest, relative" if own is None else f"between rounds of the reference: {_deviation(own)}"
-        found.append(KeyFigure("loss deviation", _deviation(first.max_loss_deviation), detail))
+        found.append(("loss deviation", _deviation(first.max_loss_deviation), detail))
     return found
 
 
@@ -180,55 +174,29 @@ def rows(result: Comparison) -> list[Row]:
     if any(one is not None for one in exposed):
         medians = [None if one is None else one.step_ms.median for one in exposed]
         shares = [None if one is None else one.share_of_step for one in exposed]
+        floors = [None if one is None else one.floor_ms for one in exposed]
         shown += [
             Row("exposed communication, ms", tuple(_number(value, "{:.1f}") for value in medians)),
             Row("p20 to p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed), detail=True),
             Row("share of the step", tuple(_number(value, "{:.1%}") for value in shares), detail=True),
-            Row("compute-only floor, ms", tuple(_number(run.floor_ms, "{:.1f}") for run in runs)),
+            Row("compute-only floor, ms", tuple(_number(value, "{:.1f}") for value in floors)),
         ]
     if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
         return [row for row in shown if set(row.cells) - {"unknown", "reference"}]
     return [*shown, *call_rows(runs)]
 
 
-def call_rows(runs: Sequence[Reported]) -> list[Row]:
+def call_rows(runs: Sequence[RunSummary | GenerationRun]) -> list[Row]:
     """The rows of the plugin's report."""
-    calls, sent, stock = [], [], []
+    columns = []
     for run in runs:
-        active = run.plugin if run.plugin is not None and run.plugin.active else None
-        calls.append("plugin off" if active is None else f"{active.overlapped_calls:,}")
-        sent.append("-" if active is None else f"{active.sent_bytes / _MIB:,.1f}")
-        stock.append("all" if active is None else f"{sum(fallback.calls for fallback in active.fallbacks):,}")
+        cells = ("plugin off", "-", "all")
+        if run.plugin is not None and run.plugin.active:
+            stock = sum(fallback.calls for fallback in run.plugin.fallbacks)
+            cells = (f"{run.plugin.overlapped_calls:,}", f"{run.plugin.sent_bytes / _MIB:,.1f}", f"{stock:,}")
+        columns.append(cells)
     labels = ("overlapped calls", "sent by overlapped calls, MiB", "calls on the stock path")
-    return [Row(label, tuple(cells)) for label, cells in zip(labels, (calls, sent, stock), strict=True)]
-
-
-def floor_note(part: Breakdown) -> str:
-    """Both step times relative to the compute-only floor of the reference."""
-    floor = part.reference_floor_ms
-    return (
-        f"Compute-only floor of {part.reference}: {floor:,.1f} ms (its step minus all its waits). The step of "
-        f"{part.reference} takes {part.reference_ms / floor:.2f} times the floor, that of {part.run} "
-        f"{part.run_ms / floor:.2f} times."
-    )
-
-
-def timeline_notes(found: Sequence[StepTimeline]) -> list[str]:
-    """How to read the drawn steps."""
-    lines = [
-        "Each run: the timed step whose time is nearest to the median of the run, from the events of its ranks. All "
-        "steps start at 0. Grey is the step without its waits. Messages are those of overlapped ops, from the time of "
-        "sending to the time of receipt. For collectives of Megatron only the waits are recorded."
-    ]
-    known = [one.clock_error_ns for one in found if one.clock_error_ns is not None]
-    if len(known) == len(found):
-        lines.append(f"All ranks of a run are on one clock; its error is at most {max(known) / 1e3:,.0f} us.")
-    else:
-        names = ", ".join(one.run for one in found if one.clock_error_ns is None)
-        lines.append(f"The clocks of the ranks were not compared and are assumed equal: {names}.")
-    if any(len(one.ranks) < one.num_ranks for one in found):
-        lines.append("Drawn ranks: the first, the one with the longest step, and the one with the longest wait.")
-    return lines
+    return list(map(Row, labels, zip(*columns, strict=True)))
 
 
 def notes(result: Comparison) -> list[str]:
@@ -268,8 +236,7 @@ def version_notes(versions: Mapping[str, Any]) -> list[str]:
     return [f"Versions: {', '.join(known)}."] if known else []
 
 
-def from_logs(result: Comparison) -> bool:
-    """Whether the figures are from finished logs."""
+def from_logs(result: Compared[Any]) -> bool:
     return result.settings.get("source") == "logs"
 
 
@@ -282,16 +249,6 @@ def ranks_and_device(found: Mapping[str, Any]) -> str:
 def ratio(spread: Spread) -> str:
     """A ratio of times: `1.340x (1.310 to 1.360)`."""
     return f"{spread.median:.3f}x ({_range(spread, 3)})"
-
-
-def fallback_lines(runs: Sequence[Reported]) -> list[tuple[str, str, str, str, int]]:
-    """Run, module, operation, reason and number of the calls that ran the stock path while the plugin was active."""
-    return [
-        (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
-        for run in runs
-        if run.plugin is not None
-        for fallback in run.plugin.fallbacks
-    ]
 
 
 def _rounds(result: Comparison) -> str:
@@ -307,7 +264,8 @@ def _range(spread: Spread, digits: int) -> str:
     return f"{spread.p20:.{digits}f} to {spread.p80:.{digits}f}"
 
 
-def _arrow(before: float, after: float, form: str) -> str:
+def arrow(before: float, after: float, form: str) -> str:
+    """The change of a figure, both values in `form`."""
     return f"{form.format(before)} \u2192 {form.format(after)}"
 
 

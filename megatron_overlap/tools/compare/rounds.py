@@ -24,10 +24,6 @@ _MUST_AGREE = (
 )
 
 
-class LaunchFailedError(RuntimeError):
-    """One launch of a comparison failed; the text names the round, the run and the rank."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """The launches of a comparison, the reference first, and the changes made to the configs, for the report.
@@ -40,32 +36,10 @@ class Selection:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class GenerationPlan:
-    """What every launch of a comparison of generation generates: every length of prompts with every batch.
-
-    `prompt_tokens` None: `train.seq_length`, or as many tokens as the model has positions for, and a quarter of it.
-    """
-
-    prompt_tokens: tuple[int, ...] | None
-    batches: tuple[int, ...]
-    new_tokens: int
-    engine: str
-
-    def workloads(self, config: LaunchConfig) -> list[Workload]:
-        """The workloads of a config, the shortest prompts first."""
-        most = max(1, min(config.train.seq_length, config.model.max_position_embeddings - self.new_tokens))
-        lengths = self.prompt_tokens or (max(1, most // 4), most)
-        return sorted({Workload(length, batch) for length in lengths for batch in self.batches})
-
-
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
     """Complete and check the configs of a comparison by their files. The runs of a single config are its `arms`.
 
-    `attribute` adds a run that sends the messages of the plugin without overlap.
-
-    Raises:
-        ConfigError: the configs are not comparable; one line that names the key.
+    `attribute` adds a run that sends the messages of the plugin without overlap. ConfigError: they are not comparable.
     """
     file, overlapped, configs = _runs_of(given)
     needed = WARM_UP_ITERATIONS + 1
@@ -83,28 +57,49 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     return Selection(tuple(configs), serial, tuple(notes))
 
 
-def select_generation(given: Sequence[tuple[str, LaunchConfig]], generation: GenerationPlan) -> Selection:
-    """As `select`, for configs that launch `scripts/generate_gpt.py`.
+def select_generation(
+    given: Sequence[tuple[str, LaunchConfig]],
+    *,
+    prompt_tokens: Sequence[int] | None,
+    batches: Sequence[int],
+    new_tokens: int,
+    engine: str,
+) -> Selection:
+    """As `select`, for configs that launch `scripts/generate_gpt.py` with every length of prompts and every batch.
 
-    Raises:
-        ConfigError: a config cannot generate, or the configs are not comparable; one line that names the key.
+    `prompt_tokens` None: `train.seq_length`, or as many tokens as the model has positions for, and a quarter of it. The
+    launches save no checkpoint and record no events. ConfigError: as `select`, or a config cannot generate.
     """
     file, _, configs = _runs_of(given)
+    chosen = []
     for config in configs:
         for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
             if value_at(config, key) != allowed:
                 raise ConfigError(file, key, value_at(config, key), f"must be {allowed} with compare --generate")
-        longest = max(each.prompt_tokens for each in generation.workloads(config)) + generation.new_tokens
         positions = config.model.max_position_embeddings
+        most = max(1, min(config.train.seq_length, positions - new_tokens))
+        lengths = prompt_tokens or (max(1, most // 4), most)
+        longest = max(lengths) + new_tokens
         if longest > positions:
             remedy = f"prompt and new tokens need {longest} positions; give shorter --prompt-tokens"
             raise ConfigError(file, "model.max_position_embeddings", positions, remedy)
-    notes = []
-    if any(config.launch.entry is not None for config in configs):
-        notes.append("The model is that of the provided scripts: launch.entry does not run.")
-    configs = [_generating(config, generation) for config in configs if not config.train.tp_comm_overlap]
-    _different_names(file, configs)
-    return Selection(tuple(configs), None, tuple(notes))
+        if config.train.tp_comm_overlap:
+            continue
+        workloads = sorted({Workload(length, batch) for length in lengths for batch in batches})
+        arguments = ["--generate-workloads", *map(str, workloads), "--generate-tokens", str(new_tokens)]
+        chosen.append(
+            _changed(
+                config,
+                launch={"entry": str(resource_folder("scripts") / "generate_gpt.py")},
+                train={"save": None, "save_interval": None},
+                overlap={"trace": False},
+                megatron_args=(*config.megatron_args, *arguments, "--generate-engine", engine),
+            )
+        )
+    _different_names(file, chosen)
+    entry = any(config.launch.entry is not None for config in configs)
+    notes = ["The model is that of the provided scripts: launch.entry does not run."] if entry else []
+    return Selection(tuple(chosen), None, tuple(notes))
 
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
@@ -122,44 +117,33 @@ def run_rounds[Record](
     on_line: OnLine | None = None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> list[Launched[Record]]:
-    """Launch every config once in each round, in alternating order, and read the records.
+    """Launch every config, of different names, once in each round, and read the records.
 
-    A slow period of the machine affects all configs alike.
+    Every second round is in reversed order, so that a slow period of the machine affects all configs alike. `folder`
+    gets the `run_folder` of each launch. `read` reads its record there, and may raise a RunRecordError.
 
-    Args:
-        configs: their names must differ.
-        folder: gets a folder `round{i}-{name}` for each launch.
-        read: reads the record of a launch from its folder; may raise RunRecordError.
-        on_launch: called before each launch with its round and name.
-        on_line: called with (rank, line) for every line of output.
-        on_note: called with each new note, such as a fallback of the network.
+    `on_launch` is called before each launch with its round and name, `on_line` with (rank, line) for every line of
+    output, `on_note` with the notes of each launch, such as a fallback of the network.
 
     Raises:
         ConfigError: a config cannot be launched; nothing was started.
-        LaunchFailedError: a launch failed; its processes have ended.
+        RunError: a launch failed; its processes have ended. The text names the round, the run and the rank.
     """
     numbers = range(1, rounds + 1)
     plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
     records: list[list[Record]] = [[] for _ in configs]
-    reported: set[str] = set()
-
-    def note_once(text: str) -> None:
-        if text not in reported:
-            reported.add(text)
-            on_note(text)
-
     for number, planned in zip(numbers, plans, strict=True):
-        for index in launch_order(number, len(configs)):
-            launched, config = planned[index], configs[index]
+        launches = list(zip(planned, configs, records, strict=True))
+        for launched, config, read_before in launches if number % 2 else reversed(launches):
             on_launch(f"round {number}/{rounds}  {config.name}")
             try:
-                execute(launched, on_line=on_line, on_note=note_once)
-                records[index].append(read(launched.run_dir, config))
+                execute(launched, on_line=on_line, on_note=on_note)
+                read_before.append(read(launched.run_dir, config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise LaunchFailedError(f"round {number} of {rounds}, {config.name}: {error}") from error
+                raise RunError(f"round {number} of {rounds}, {config.name}: {error}") from error
     # The network is that of the last launch of a config.
     return [
-        Launched(config.name, link_of(launched), tuple(each))
+        Launched(config.name, _link_of(launched), tuple(each))
         for config, launched, each in zip(configs, plans[-1], records, strict=True)
     ]
 
@@ -169,12 +153,7 @@ def run_folder(folder: Path, number: int, name: str) -> Path:
     return folder / f"round{number}-{name}"
 
 
-def launch_order(number: int, count: int) -> list[int]:
-    """The order of `count` launches in a round, counted from 1. Every second round is reversed."""
-    return list(range(count))[:: 1 if number % 2 else -1]
-
-
-def link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
+def _link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     """The network between the ranks of a finished run, from its folder: the launch may have used a fallback."""
     config = load_launch_config(launch_plan.run_dir / CONFIG_FILE)
     hosts = config.launch.hosts
@@ -200,19 +179,6 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
         remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
         raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
     return file, overlapped, [*arms(overlapped)]
-
-
-def _generating(config: LaunchConfig, generation: GenerationPlan) -> LaunchConfig:
-    """The config that launches the generation script. It saves no checkpoint and records no events."""
-    arguments = ["--generate-workloads", *map(str, generation.workloads(config))]
-    arguments += ["--generate-tokens", str(generation.new_tokens), "--generate-engine", generation.engine]
-    return _changed(
-        config,
-        launch={"entry": str(resource_folder("scripts") / "generate_gpt.py")},
-        train={"save": None, "save_interval": None},
-        overlap={"trace": False},
-        megatron_args=(*config.megatron_args, *arguments),
-    )
 
 
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:

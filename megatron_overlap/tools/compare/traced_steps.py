@@ -1,35 +1,28 @@
-"""What recorded events add to a comparison: the breakdown of each step time, and one step of each run, rank by rank.
-
-The breakdown explains how the step time of the reference becomes that of another run: waits by op, and computation.
-"""
+"""What recorded events add to a comparison: the breakdown of each step time, and one step of each run, rank by rank."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from megatron_overlap import tracing
 from megatron_overlap.tools import trace
-from megatron_overlap.tools.compare.comparison import Comparison, ExposedSummary, RunSummary, TypicalStep
+from megatron_overlap.tools.compare.comparison import Comparison, RunSummary
 from megatron_overlap.tools.compare.rounds import run_folder
 
 COMPUTATION = "computation and everything else"
 REMAINING_WAITS = "remaining waits"
 
-_MIN_SHARE, _MAX_OPS = 0.01, 8
-"""An op has a row of its own from this share of the reference's step on; at most so many ops."""
+_MIN_SHARE, _MAX_OPS = 0.01, 8  # an op has a row from this share of the reference's step on; at most so many ops
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row of a breakdown: the time of a step in either run, in milliseconds, and the start of its bar."""
+    """One row of a breakdown: its time in either step. `start_ms`: reference plus the changes of the rows above."""
 
     label: str
     before_ms: float
     after_ms: float
     start_ms: float
-    """Step time of the reference plus the changes of the rows above."""
 
     @property
     def change_ms(self) -> float:
@@ -42,11 +35,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The step times of the reference and of one run, row by row.
+    """How the step time of the reference becomes that of one run: waits by op, and computation.
 
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
-    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
-
+    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops. A floor is
+    the step minus all its waits; that of the reference is the lower bound for any overlap of the same computation.
     `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
     `grouped` are the ops in `REMAINING_WAITS`.
     """
@@ -55,54 +48,43 @@ class Breakdown:
     run: str
     reference_ms: float
     run_ms: float
+    reference_floor_ms: float
+    run_floor_ms: float
     changes: tuple[Change, ...]
     grouped: tuple[str, ...]
-
-    @property
-    def reference_floor_ms(self) -> float:
-        """Step of the reference minus all its waits: the lower bound for any overlap of the same computation."""
-        return self.changes[-1].before_ms
-
-    @property
-    def run_floor_ms(self) -> float:
-        """Step of the run minus all its waits."""
-        return self.changes[-1].after_ms
 
 
 def breakdowns(result: Comparison) -> list[Breakdown]:
     """One for each run except the reference, if both recorded events."""
-    first = result.runs[0]
-    return [
-        _breakdown(first, first.exposed, run, run.exposed)
-        for run in result.runs[1:]
-        if first.exposed is not None and run.exposed is not None
-    ]
+    first, before, found = result.runs[0], result.runs[0].exposed, []
+    for run in result.runs[1:]:
+        after = run.exposed
+        if before is None or after is None:
+            continue
+        start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
+        old, new = ({(each.op, each.direction): each.median_ms for each in side.by_op} for side in (before, after))
+        times = {key: (old.get(key, 0.0), new.get(key, 0.0)) for key in {**old, **new}}
+        longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
+        shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
+        shown.sort(key=lambda key: times[key][1] - times[key][0])
+        rows = [(op_label(key), *times[key]) for key in shown]
+        shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
+        rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
+        rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
+        changes, at = [], start_ms
+        for row in rows:
+            changes.append(Change(*row, start_ms=at))
+            at = changes[-1].stop_ms
+        grouped = tuple(sorted(op_label(key) for key in times if key not in shown))
+        floors = before.floor_ms, after.floor_ms
+        found.append(Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped))
+    return found
 
 
 def op_label(key: tuple[str, str]) -> str:
     """An op and its direction for the report. Some op names already end with the direction."""
     name, direction = key
     return name if direction == "-" or name.endswith(direction) else f"{name} {direction}"
-
-
-def _breakdown(first: RunSummary, before: ExposedSummary, run: RunSummary, after: ExposedSummary) -> Breakdown:
-    start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
-    keys = list(dict.fromkeys([*before.by_op, *after.by_op]))
-    none = (0.0, 0.0)
-    times = {key: (before.by_op.get(key, none)[1], after.by_op.get(key, none)[1]) for key in keys}
-    shown = sorted((key for key in keys if max(times[key]) >= _MIN_SHARE * start_ms), key=lambda key: -max(times[key]))
-    shown = sorted(shown[:_MAX_OPS], key=lambda key: times[key][1] - times[key][0])
-    waits = (before.step_ms.median, after.step_ms.median)
-    rows = [(op_label(key), *times[key]) for key in shown]
-    remaining = [waits[side] - sum(times[key][side] for key in shown) for side in (0, 1)]
-    rows.append((REMAINING_WAITS, remaining[0], remaining[1]))
-    rows.append((COMPUTATION, start_ms - waits[0], end_ms - waits[1]))
-    changes, at = [], start_ms
-    for row in rows:
-        changes.append(Change(*row, start_ms=at))
-        at = changes[-1].stop_ms
-    grouped = tuple(sorted(op_label(key) for key in keys if key not in shown))
-    return Breakdown(first.name, run.name, start_ms, end_ms, tuple(changes), grouped)
 
 
 MAX_RANKS = 4  # with more ranks the picture shows only those that `RankStep.role` describes
@@ -119,36 +101,31 @@ class Span:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step on one rank. All time that is not a wait counts as computation.
+    """One step on one rank, on the clock of rank 0. The first rank starts at 0.
 
-    Attributes:
-        role: why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
-        start_ms, stop_ms: the step on the clock of rank 0. The first rank starts at 0.
-        waits: intervals in which the rank waited for communication.
-        messages: intervals in which messages of overlapped ops to this rank were in transit. They can overlap.
-        waited_ms, receiving_ms: length of the union of all waits, and of all messages.
+    All time that is not a wait for communication counts as computation. `messages` of overlapped ops to this rank were
+    in transit; they can overlap. `waited_ms` and `receiving_ms` are the lengths of the unions of waits and messages.
+    `role` is why the rank is shown when not all are: "first", "slowest", "longest wait", several joined by commas.
     """
 
     rank: int
-    role: str
     start_ms: float
     stop_ms: float
     waits: tuple[Span, ...]
     messages: tuple[Span, ...]
     waited_ms: float
     receiving_ms: float
+    role: str = ""
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The typical step of one run: the median of all timed steps, the ranks that are shown, and how many recorded it.
+    """The typical step of one run: `ranks` are shown of `num_ranks` that recorded it.
 
     `clock_error_ns` is the largest clock error of a rank; None where a clock was not compared.
     """
 
-    run: str
-    step: TypicalStep
-    median_ms: float
+    run: RunSummary
     ranks: tuple[RankStep, ...]
     num_ranks: int
     clock_error_ns: int | None
@@ -179,54 +156,39 @@ def timelines(result: Comparison, folder: Path) -> tuple[list[StepTimeline], lis
 
 
 def _step_timeline(run: RunSummary, ranks: Sequence[tracing.RankEvents]) -> StepTimeline:
-    bounds = {rank.rank: tracing.steps_of(rank)[0][1:] for rank in ranks}
-    zero = min(start for start, _ in bounds.values())
-    waited = {rank.rank: tracing.exposed_in(rank, *bounds[rank.rank]).total_ms for rank in ranks}
-    roles = _roles(bounds, waited)
+    zero = min(tracing.steps_of(rank)[0][1] for rank in ranks)
     sent = trace.sent_times(ranks)
-    shown = tuple(
-        _rank_step(rank, roles[rank.rank], zero, sent, waited[rank.rank]) for rank in ranks if rank.rank in roles
-    )
-    known = [error for rank in ranks if (error := trace.clock_error_ns(rank)) is not None]
-    error_ns = max(known) if len(known) == len(ranks) else None
-    return StepTimeline(run.name, run.typical_step, run.step_time_ms.median, shown, len(ranks), error_ns)
+    steps = [_rank_step(rank, zero, sent) for rank in ranks]
+    if len(steps) > MAX_RANKS:
+        slowest = max(steps, key=lambda step: step.stop_ms - step.start_ms)
+        longest_wait = max(steps, key=lambda step: step.waited_ms)
+        roles = ((steps[0], "first"), (slowest, "slowest"), (longest_wait, "longest wait"))
+        named = [replace(step, role=", ".join(role for one, role in roles if one is step)) for step in steps]
+        steps = [step for step in named if step.role]
+    errors = [trace.clock_error_ns(rank) for rank in ranks]
+    error_ns = None if None in errors else max(error for error in errors if error is not None)
+    return StepTimeline(run, tuple(steps), len(ranks), error_ns)
 
 
-def _roles(bounds: dict[int, tuple[int, int]], waited: dict[int, float]) -> dict[int, str]:
-    if len(bounds) <= MAX_RANKS:
-        return dict.fromkeys(bounds, "")
-    slowest = max(bounds, key=lambda rank: bounds[rank][1] - bounds[rank][0])
-    longest_wait = max(waited, key=waited.__getitem__)
-    roles: dict[int, str] = {}
-    for rank, role in ((min(bounds), "first"), (slowest, "slowest"), (longest_wait, "longest wait")):
-        roles[rank] = f"{roles[rank]}, {role}" if rank in roles else role
-    return roles
-
-
-def _rank_step(
-    rank: tracing.RankEvents, role: str, zero: int, sent: dict[trace.MessageKey, int], waited_ms: float
-) -> RankStep:
+def _rank_step(rank: tracing.RankEvents, zero: int, sent: dict[trace.MessageKey, int]) -> RankStep:
     _, start, stop = tracing.steps_of(rank)[0]
 
-    def spans(intervals: Iterable[tuple[int, int, str]]) -> tuple[Span, ...]:
-        """The parts inside the step of intervals in nanoseconds, in order."""
-        cut = sorted((max(begin, start), min(end, stop), name) for begin, end, name in intervals)
+    def inside(found: Iterable[trace.Span]) -> tuple[Span, ...]:
+        """The parts inside the step, in order."""
+        cut = sorted((max(one.start_ns, start), min(one.stop_ns, stop), one.name) for one in found)
         return tuple(
             Span((begin - zero) / 1e6, (end - zero) / 1e6, op_label(tracing.direction_of(name)))
             for begin, end, name in cut
             if end > begin
         )
 
-    waits = trace.events_of(rank, tracing.Kind.WAIT, tracing.Kind.COLLECTIVE_WAIT)
-    messages = list(trace.received_messages(rank, sent))
-    bounds = np.array([(one.start_ns, one.stop_ns) for one in messages], np.int64).reshape(-1, 2).clip(start, stop)
+    messages = inside(trace.messages(rank, sent))
     return RankStep(
         rank=rank.rank,
-        role=role,
         start_ms=(start - zero) / 1e6,
         stop_ms=(stop - zero) / 1e6,
-        waits=spans((int(row["start_ns"]), int(row["stop_ns"]), rank.names[row["op"]]) for row in waits),
-        messages=spans((one.start_ns, one.stop_ns, one.op) for one in messages),
-        waited_ms=waited_ms,
-        receiving_ms=sum(end - begin for begin, end in tracing.merged(bounds[:, 0], bounds[:, 1])) / 1e6,
+        waits=inside(trace.waits(rank)),
+        messages=messages,
+        waited_ms=tracing.exposed_in(rank, start, stop).total_ms,
+        receiving_ms=sum(end - begin for begin, end in tracing.merged((one.start_ms, one.stop_ms) for one in messages)),
     )

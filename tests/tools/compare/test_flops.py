@@ -193,16 +193,7 @@ def test_the_peak_of_a_cpu_is_measured_on_all_ranks_at_once(
     forked_python: ForkedPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", forked_python.executable)
-    cfg = LaunchConfig.model_validate(
-        {
-            "name": "x",
-            "model": {"preset": "gpt_tiny"},
-            "parallel": {"tensor": 2},
-            "train": {"seq_length": 64, "global_batch_size": 1, "iterations": 3, "precision": "fp32"},
-            "launch": {"device": "cpu"},
-        }
-    )
-    peak = flops.find_peak("x86_64", cfg)
+    peak = flops.find_peak("x86_64", "cpu", "fp32", 1, 2)
     assert peak.source.startswith("measured")
     assert "2 processes at once, 1 thread each" in peak.source
     # A core between a small one and one with wide vector units.

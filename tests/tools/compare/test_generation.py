@@ -24,7 +24,7 @@ from megatron_overlap.tools.compare.generation import (
     first_difference,
     read_generation,
 )
-from megatron_overlap.tools.compare.rounds import GenerationPlan, select_generation
+from megatron_overlap.tools.compare.rounds import select_generation
 from megatron_overlap.tools.launch.run_records import RunRecordError
 from tests.helpers.forked_python import ForkedPython
 from tests.tools.compare.samples import LINK, META
@@ -32,7 +32,7 @@ from tests.tools.compare.test_command import write_config
 from tests.tools.compare.test_rounds import config
 
 SHORT, LONG = Workload(128, 1), Workload(512, 4)
-PLAN = GenerationPlan((8, 24), (1, 2), 5, "dynamic")
+SIZES: dict[str, Any] = {"prompt_tokens": (8, 24), "batches": (1, 2), "new_tokens": 5, "engine": "dynamic"}
 
 
 def record(first: float, decode: float, rate: float, *tokens: tuple[int, ...]) -> GenerationRecord:
@@ -81,7 +81,7 @@ def test_the_first_difference(a: tuple[int, ...], b: tuple[int, ...], place: int
 
 
 def test_every_run_launches_the_generation_script_with_the_same_workloads() -> None:
-    chosen = select_generation([("b.yaml", config(save="checkpoints", save_interval=5))], PLAN)
+    chosen = select_generation([("b.yaml", config(save="checkpoints", save_interval=5))], **SIZES)
     assert [each.name for each in chosen.configs] == ["b_baseline", "b"]
     assert [each.overlap.tensor.method for each in chosen.configs] == ["none", "p2p"]
     for each in chosen.configs:
@@ -99,7 +99,9 @@ def changed(**sections: Any) -> LaunchConfig:
 
 def test_default_prompts_leave_positions_for_new_tokens() -> None:
     short = changed(model={"max_position_embeddings": 64}, train={"seq_length": 64})
-    assert GenerationPlan(None, (1,), 8, "static").workloads(short) == [Workload(14, 1), Workload(56, 1)]
+    sizes = {**SIZES, "prompt_tokens": None, "new_tokens": 8}
+    chosen = select_generation([("f.yaml", short)], **sizes).configs[0]
+    assert chosen.megatron_args[:5] == ("--generate-workloads", "14x1", "14x2", "56x1", "56x2")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_default_prompts_leave_positions_for_new_tokens() -> None:
 )
 def test_a_config_that_cannot_generate_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        select_generation([("f.yaml", changed(**sections))], GenerationPlan((1000,), (1,), 5, "static"))
+        select_generation([("f.yaml", changed(**sections))], **{**SIZES, "prompt_tokens": (1000,)})
     assert message in str(caught.value)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
-from megatron_overlap.tools.compare.rounds import launch_order, select
+from megatron_overlap.tools.compare import rounds
+from megatron_overlap.tools.compare.rounds import run_rounds, select
 
 
 def config(name: str = "b", method: str = "p2p", **train: Any) -> LaunchConfig:
@@ -96,5 +98,11 @@ def test_configs_with_different_models_are_refused() -> None:
         select([("a", config("a")), ("b", LaunchConfig.model_validate(other))], attribute=False)
 
 
-def test_every_second_round_is_reversed() -> None:
-    assert [launch_order(number, 3) for number in (1, 2, 3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+def test_every_second_round_is_reversed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "execute", lambda launched, **_: None)
+    monkeypatch.setattr(rounds, "_link_of", lambda launched: {})
+    order: list[str] = []
+    configs = [config("a"), config("b"), config("c")]
+    sides = run_rounds(configs, 3, tmp_path, read=lambda folder, _: folder.name, on_launch=order.append)
+    assert [text.split()[-1] for text in order] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
+    assert [side.records for side in sides] == [tuple(f"round{i}-{name}" for i in (1, 2, 3)) for name in "abc"]

@@ -66,8 +66,8 @@ def test_the_step_is_the_one_nearest_the_median(tmp_path: Path) -> None:
     assert written[0]["typical_step"] == {"round": 3, "iteration": 4, "step_time_ms": 200}
     found, missing = timelines(result, folder_of(result, tmp_path) / "runs")
     assert missing == []
-    assert [one.step for one in found] == [run.typical_step for run in result.runs]
-    assert [one.median_ms for one in found] == [200, 60]
+    assert [one.run for one in found] == result.runs
+    assert [one.run.step_time_ms.median for one in found] == [200, 60]
     # A wait that begins before the step counts from the start of the step.
     assert found[0].ranks[0].waits == (Span(0, 2, "sum forward"), Span(10, 40, "sum forward"))
     assert found[0].ranks[0].waited_ms == 32
@@ -119,7 +119,8 @@ def test_of_many_ranks_first_slowest_and_longest_wait_are_shown(tmp_path: Path) 
 
 def timeline_of(name: str, stop_ms: float, waits: tuple[Span, ...]) -> StepTimeline:
     rank = RankStep(rank=0, role="", start_ms=0, stop_ms=stop_ms, waits=waits, messages=(), waited_ms=0, receiving_ms=0)
-    return StepTimeline(name, TypicalStep(1, 3, stop_ms), stop_ms, (rank,), num_ranks=1, clock_error_ns=0)
+    run = compare([side(name, [record([9, 9, stop_ms])]), side("other", [record([9, 9, stop_ms])])]).runs[0]
+    return StepTimeline(run, (rank,), num_ranks=1, clock_error_ns=0)
 
 
 def test_all_runs_are_on_one_axis_with_one_style_for_each_op() -> None:
