@@ -78,7 +78,9 @@ def sum_received_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_terms_kernel(terms_ptr, own_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr):
+def add_terms_kernel(
+    terms_ptr, own_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.constexpr, DIVISOR: tl.constexpr, BLOCK: tl.constexpr
+):
     num_elements = num_rows.to(tl.int64) * N
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < num_elements
@@ -87,6 +89,8 @@ def add_terms_kernel(terms_ptr, own_ptr, out_ptr, num_rows, N, NUM_TERMS: tl.con
     for term in tl.static_range(1, NUM_TERMS):
         total += tl.load(terms_ptr + term * num_elements + offsets, mask=mask).to(tl.float32)
     total += tl.load(own_ptr + offsets, mask=mask).to(tl.float32)
+    if DIVISOR > 1:
+        total /= DIVISOR
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -177,8 +181,8 @@ def add_elements(num_columns: int) -> int:
     return 1024 if num_columns % 16 else 2048
 
 
-def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
-    """Enqueue `out = terms.sum(0) + own`, in fp32, in this order, rounded once.
+def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> None:
+    """Enqueue `out = (terms.sum(0) + own) / divisor`, in fp32, in this order, rounded once.
 
     Args:
         terms: `[number, rows, N]`, contiguous, at least one.
@@ -196,9 +200,8 @@ def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None
     if out.numel():
         block = add_elements(num_columns)
         grid = (triton.cdiv(out.numel(), block),)
-        add_terms_kernel[grid](
-            terms, own, out, num_rows, num_columns, NUM_TERMS=num_terms, BLOCK=block, num_warps=ADD_WARPS
-        )
+        constants = {"NUM_TERMS": num_terms, "DIVISOR": divisor, "BLOCK": block}
+        add_terms_kernel[grid](terms, own, out, num_rows, num_columns, **constants, num_warps=ADD_WARPS)
 
 
 TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -17,8 +17,8 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops.wgrad import add_wide, like_fp32
-from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.ops.wgrad import add_terms, add_wide, like_fp32
+from megatron_overlap.schedules import Chunk, ChunkLayout, all_gather_plan, reduce_scatter_plan
 
 # One piece remains to be added after the last message: about 1 ms of a CPU core.
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -116,15 +116,16 @@ class Reduction:
         self._next = 0
         self._number = next(number for number in count() if number not in owner.used_buffers)
         owner.used_buffers.add(self._number)
-        shape = (size - 1, self._layout.shard_rows(rank))
-        buffer = transport.buffer_pool.take(f"bucket{self._number}", shape, bucket)
-        self._received = []
+        lengths = [self._layout.num_chunk_rows(Chunk(rank, part)) for part in range(self._pieces)]
+        buffer = transport.buffer_pool.take(f"bucket{self._number}", (sum(lengths) * (size - 1),), bucket)
+        # By piece, then by distance of the source.
+        terms = buffer.split([length * (size - 1) for length in lengths])
+        self._terms = [each.view(size - 1, length) for each, length in zip(terms, lengths, strict=True)]
         transfers = []
         for message in plan.messages:
             send = slice(*self._layout.rows(message.send))
-            into = slice(*self._layout.rows_in_shard(message.recv))
-            self._received.append(buffer[(rank - message.source) % size - 1, into])
-            transfers.append(Transfer(message, bucket[send], self._received[-1]))
+            received = self._terms[message.recv.part][(rank - message.source) % size - 1]
+            transfers.append(Transfer(message, bucket[send], received))
         self._p2p_work = transport.begin(transfers, "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
@@ -135,12 +136,10 @@ class Reduction:
             messages = range(self._next, len(self._messages), self._pieces)
             if not wait and not all(self._p2p_work.is_completed(k) for k in messages):
                 return False
-            for k in messages:
-                self._p2p_work.wait(k)
-            terms = [self._received[k] for k in messages]
-            if terms:
+            self._p2p_work.wait(*messages)
+            if messages:
                 own = slice(*self._layout.rows(self._messages[messages[0]].recv))
-                self._sum(self._bucket[own], terms)
+                self._sum(self._bucket[own], self._terms[self._next])
             self._next += 1
         self._owner.used_buffers.discard(self._number)
         if self._owner.gather is not None:
@@ -149,7 +148,7 @@ class Reduction:
             self._gathering = Gathering(self._owner.gather, self._bucket, "gradient all-gather")
         return True
 
-    def _sum(self, own: torch.Tensor, terms: list[torch.Tensor]) -> None:
+    def _sum(self, own: torch.Tensor, terms: torch.Tensor) -> None:
         num_ranks = len(terms) + 1
         if not self._owner.wide or own.element_size() >= 4:
             for term in terms:
@@ -157,6 +156,11 @@ class Reduction:
             if self._mean:
                 own.div_(num_ranks)
             return
+        if own.is_cuda:
+            own = own.unsqueeze(0)
+            add_terms(terms.unsqueeze(1), own, own, num_ranks if self._mean else 1)
+            return
+        # By blocks that stay in the cache.
         buffer_pool = self._owner.transport.buffer_pool
         for start in range(0, own.numel(), _BLOCK):
             block = slice(start, start + _BLOCK)

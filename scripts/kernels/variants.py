@@ -85,6 +85,7 @@ def shipped() -> list[Variant]:
                 # Two sums: all terms but the last one, and the last one.
                 variants += [_add(arch, dtype, num_terms, even, out="fp32") for num_terms in (2, 6)]
                 variants.append(_add(arch, dtype, 1, even, own="fp32"))
+                variants.append(_add(arch, dtype, 7, even, divisor=8))
     return variants
 
 
@@ -157,15 +158,17 @@ def _sum(arch: int, dtype: str, num_ranks: int, even: bool) -> Variant:
     )
 
 
-def _add(arch: int, dtype: str, num_terms: int, even: bool, *, own: str = "", out: str = "") -> Variant:
-    others = (f" to {own} rows" if own else "") + (f" in {out}" if out else "")
+def _add(
+    arch: int, dtype: str, num_terms: int, even: bool, *, own: str = "", out: str = "", divisor: int = 1
+) -> Variant:
+    others = (f" to {own} rows" if own else "") + (f" in {out}" if out else "") + " mean" * (divisor > 1)
     return Variant(
         f"add {num_terms} {dtype}{others}{'' if even else ' odd'}",
         "gemm_rs",
         "add_terms_kernel",
         arch,
         ADD_WARPS,
-        {"NUM_TERMS": num_terms, "BLOCK": add_elements(16 if even else 1)},
+        {"NUM_TERMS": num_terms, "DIVISOR": divisor, "BLOCK": add_elements(16 if even else 1)},
         {"terms_ptr": f"*{dtype}", "own_ptr": f"*{own or dtype}", "out_ptr": f"*{out or dtype}"},
         ("N",) if even else (),
     )

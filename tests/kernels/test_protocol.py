@@ -185,8 +185,9 @@ def test_terms_of_a_reduce_scatter(
         Edit("gemm_rs", "terms_ptr + term * num_elements", "terms_ptr + (NUM_TERMS - term) * num_elements"),
         Edit("gemm_rs", "mask = offsets < num_elements", "mask = offsets < num_elements + 1"),
         Edit("gemm_rs", "    total += tl.load(own_ptr + offsets, mask=mask).to(tl.float32)\n", ""),
+        Edit("gemm_rs", "total /= DIVISOR", "total /= DIVISOR - 1"),
     ],
-    ids=["order", "mask", "no own rows"],
+    ids=["order", "mask", "no own rows", "divisor"],
 )
 def test_a_wrong_sum_of_terms_is_caught(interpreting: World, edit: Edit) -> None:
     assert interpreting.run(1, workers.add_in_order, 7, (5, 700), FP32, (edit,)) == [False]

@@ -143,7 +143,7 @@ def converted(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def add_in_order(
     group: dist.ProcessGroup, num_terms: int, shape: tuple[int, int], dtype: torch.dtype, edits: Sequence[Edit] = ()
 ) -> bool:
-    """Whether `add_terms` adds in fp32 in the order of the terms, then the own rows, and converts the sum once.
+    """Whether `add_terms` adds in fp32 in the order of the terms, then the own rows, and converts sum or mean once.
 
     It may write an fp32 total, to which a second call adds the last term. Memory behind the result stays.
     """
@@ -157,8 +157,11 @@ def add_in_order(
     for term in (*terms[1:], out):
         total = total + term.float()
     add_terms, own = kernels("gemm_rs", edits).add_terms, out.clone()
+    mean = torch.empty_like(out)
+    add_terms(terms, out, mean, num_terms + 1)
     add_terms(terms, out, out)
     right = torch.equal(out, converted(total, dtype)) and bool((memory[count:] == 7).all())
+    right &= torch.equal(mean, converted(total / (num_terms + 1), dtype))
     # As two sums: all terms but the last one to an fp32 total, and the last one later.
     if num_terms > 1:
         total = terms[0].float()

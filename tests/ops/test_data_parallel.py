@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_overlap.ops.data_parallel import Reduction
 from tests.helpers.world import World, assert_same
 from tests.ops import data_parallel_workers as cases
 
@@ -36,6 +42,21 @@ def test_waited_for_in_another_order(world: World) -> None:
 def test_wide_sums_of_large_buckets_go_block_by_block(world: World) -> None:
     world.run(2, cases.sums, [2 * (600_001), 10], "bf16", late=False, wide=True, pieces=1)
     world.run(4, cases.sums, [4 * 300_001], "bf16", late=False, wide=True, pieces=None)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_wide_sum_on_a_device_is_one_kernel(monkeypatch: pytest.MonkeyPatch, mean: bool) -> None:
+    added: list[object] = []
+
+    def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
+        added.append((tuple(terms.shape), tuple(own.shape), out is own, divisor))
+
+    monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", add_terms)
+    reduction: Any = SimpleNamespace(_owner=SimpleNamespace(wide=True), _mean=mean)
+    with FakeTensorMode():
+        terms = torch.empty(7, 64, device="cuda", dtype=torch.bfloat16)
+        Reduction._sum(reduction, terms[0], terms)
+    assert added == [((7, 1, 64), (1, 64), True, 8 if mean else 1)]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])

@@ -15,8 +15,7 @@ import torch
 from megatron_overlap.comm.transport import Transfer, Transport
 from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.method import AllReduce, Gather, LinearMethod, Scatter
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import add_terms
-from megatron_overlap.ops.wgrad import WeightGradient
+from megatron_overlap.ops.wgrad import WeightGradient, add_terms
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.gather_scatter import Nodes
 

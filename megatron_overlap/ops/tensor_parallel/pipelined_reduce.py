@@ -7,7 +7,6 @@ continues with the sums of the ranks. Each sum is rounded to the dtype of the GE
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
@@ -15,10 +14,8 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
-from megatron_overlap.ops.wgrad import Piece, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
-
-_HAS_TRITON = find_spec("triton") is not None
 
 
 class _ScatteredRows(WorkRows):
@@ -50,16 +47,6 @@ class _ScatteredRows(WorkRows):
                 message = replace(message, not_before=len(plan.work) - (not transfers))
             transfers.append(Transfer(message, partial[start:stop], received, lands=received if symmetric else None))
         self.repeated = Repeated(lambda own: transfers)
-
-
-def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out = terms.sum(0) + own` in fp32. On CUDA one kernel adds in this order: a second one costs a pass."""
-    if out.is_cuda and _HAS_TRITON:
-        from megatron_overlap.kernels import gemm_rs
-
-        gemm_rs.add_terms(terms, own, out)
-        return out
-    return torch.add(terms.sum(0, dtype=torch.float32), own, out=out)
 
 
 class PipelinedReduceScatter:
