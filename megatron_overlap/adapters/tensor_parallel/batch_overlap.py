@@ -37,10 +37,9 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingOutput,
     PendingPart,
 )
-from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer, SplitShardedLayer
+from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
 
 type _Split = Literal["none", "batch", "sequence"]
@@ -141,24 +140,21 @@ def layer_forward(original: Method, session: Session) -> Method:
                 x = _whole(pending)
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
-        sharded = SplitShardedLayer(self, adapter) if self.config.sequence_parallel else None
+        split_layer = SplitLayer(self, adapter)
         if not isinstance(pending, PendingOutput):
             division: Division = BatchDivision()
             if adapter.split == "sequence":
                 division = sequence_division(self, x, session.config.tensor.split_at)
             parts: Sequence[PendingPart]
-            if sharded is None or pending is None:
+            if pending is None:
                 parts = [InputPart(part) for part in division.parts(x)]
             else:
-                parts = sharded.embedded(division.rows(pending.terms))
-            pending = PendingOutput(x, parts, Slots.reserve(), division)
+                parts = split_layer.embedded(division.rows(pending.terms))
+            pending = PendingOutput(x, parts, division)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None
-        if sharded is None:
-            output = SplitLayer(self, adapter).forward(pending, arguments)
-        else:
-            output = sharded.forward(pending, arguments, follower)
+        output = split_layer.forward(pending, arguments, follower)
         return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
     @functools.wraps(original)

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, linears_of
 from megatron_overlap.adapters.wrapping import Method, replaced_forward
-from megatron_overlap.ops.tensor_parallel.split_linear import join_rows, split_rows
+from megatron_overlap.ops.tensor_parallel.batch_overlap import join_rows, split_rows
 from megatron_overlap.schedules.heuristics import balanced_rows
 
 
