@@ -18,7 +18,7 @@ from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCa
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
-from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
+from megatron_overlap.adapters.tensor_parallel.linear import norm_of
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     Slots,
