@@ -288,7 +288,8 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     """The reason that the embedding of a model completes its own output; None if its first layer may do it."""
     if type(model) is not GPTModel or type(model.decoder) is not TransformerBlock or not model.decoder.layers:
         return "the model is not a GPTModel of Megatron"
-    config, block = model.config, model.decoder
+    config, block, embedding = model.config, model.decoder, model.embedding
+    first, words = block.layers[0], embedding.word_embeddings
     if len(args) > len(_MODEL_POSITIONAL):
         return "positional arguments"
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
@@ -296,44 +297,27 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     given = [name for name in _READERS if kwargs.get(name) is not None]
     if given:
         return f"the model is called with {', '.join(given)}"
-    first, embedding = block.layers[0], model.embedding
     if type(first).forward is not TransformerLayer.forward:
         return f"the first layer is a {type(first).__name__}"
     if getattr(config, "mtp_num_layers", None) or getattr(config, "config_logger_dir", ""):
         return "another module reads the output of the embedding"
     if config.recompute_granularity == "full" and model.training:
         return "full activation recomputation saves the input of the first layer"
-    if (
-        config.fp8
-        or getattr(config, "fp4", None)
-        or config.cpu_offloading
-        or getattr(config, "cuda_graph_impl", "none") != "none"
-    ):
+    captures = getattr(config, "cuda_graph_impl", "none") != "none"
+    if config.fp8 or getattr(config, "fp4", None) or config.cpu_offloading or captures:
         return "the block converts, offloads or captures its input"
-    if is_capturing(embedding.word_embeddings.weight):
+    if is_capturing(words.weight):
         return CAPTURED
-    return _embedding_reason(embedding, training=model.training) or _hook_reason(embedding, block, first)
-
-
-def _embedding_reason(embedding: Any, *, training: bool) -> str | None:
-    """The reason in an embedding."""
-    config, words = embedding.config, embedding.word_embeddings
     if not (embedding.reduce_scatter_embeddings and words.reduce_scatter_embeddings):
         return "position embeddings are added before the reduce-scatter"
-    if config.fp32_residual_connection or getattr(config, "use_mup", False):
+    if embedding.config.fp32_residual_connection or getattr(embedding.config, "use_mup", False):
         return "the embedding converts or scales its output"
-    if training and embedding.embedding_dropout.p > 0.0:
+    if model.training and embedding.embedding_dropout.p > 0.0:
         return "dropout"
     if getattr(words, "gtp_remat_size", 1) > 1:
         return "generalized tensor parallel weights"
-    if getattr(words, "use_inference_optimized_reduce_scatter", False) and not training:
+    if getattr(words, "use_inference_optimized_reduce_scatter", False) and not model.training:
         return "--transformer-impl inference_optimized"
-    return None
-
-
-def _hook_reason(embedding: Any, block: Any, first: Any) -> str | None:
-    """The reason in a hook or a replaced method that may read the output of the embedding."""
-    words = embedding.word_embeddings
     for module in (embedding, words):
         if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module):
             return "a hook reads the output of the embedding"
