@@ -20,14 +20,7 @@ from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision,
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
 from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.tensor_parallel.batch_overlap import (
-    Slots,
-    column_part,
-    part_input,
-    part_output,
-    row_part,
-    summed_part,
-)
+from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots, column_part, part_input, part_output, row_part
 from megatron_overlap.ops.tensor_parallel.part_messages import AllReduceMessages, GatherScatterMessages, PartMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
@@ -77,17 +70,17 @@ def _mlp(layer: Any) -> _Block:
 
 @dataclass(eq=False, slots=True)
 class EmbeddedPart:
-    """One part of the output of the embedding, the arguments of `summed_part`: a `PendingPart`."""
+    """One part of the output of the embedding, of which `terms` are summed: a `PendingPart`."""
 
     terms: torch.Tensor
-    messages: GatherScatterMessages
+    messages: PartMessages
     observer: Observer
     _sum: torch.Tensor | None = None
 
     def begin(self) -> torch.Tensor:
         """Starts the sum; returns own rows, incomplete."""
         if self._sum is None:
-            self._sum = summed_part(self.terms, self.messages, self.observer)
+            self._sum = row_part(self.terms, None, self.messages, observer=self.observer)
         return self._sum
 
     def complete(self) -> torch.Tensor:

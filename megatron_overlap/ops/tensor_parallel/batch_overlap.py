@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
-from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages, PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
 
 
@@ -83,7 +83,7 @@ def part_input(x: torch.Tensor, messages: PartMessages, slot: int | None = None)
 
 
 def part_output(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
-    """The result `y` of `row_part` or `summed_part`, after its sum is complete.
+    """The result `y` of `row_part`, after its sum is complete.
 
     Backward starts its all-gathers, at `slot`; see `Slots`.
     """
@@ -128,7 +128,7 @@ def column_part(
 
 def row_part(
     x: torch.Tensor,
-    w_shard: torch.Tensor,
+    w_shard: torch.Tensor | None,
     messages: PartMessages,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
@@ -138,7 +138,7 @@ def row_part(
 
     Args:
         x: `[S, B, K/R]` all rows of one part.
-        w_shard: `[F, K/R]` own columns of the weight.
+        w_shard: `[F, K/R]` own columns of the weight; None for the sum of `x`, whose F is K/R.
         messages, target, observer: see `column_part`.
         skip_output: see `linear_reduce_scatter`.
 
@@ -149,24 +149,9 @@ def row_part(
         ValueError: shapes, dtypes or devices do not fit each other.
     """
     call = _PartCall(x, w_shard, None, messages, target, observer)
-    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, skip_output)
-    return y.view(-1, *x.shape[1:-1], w_shard.shape[0])
-
-
-def summed_part(x: torch.Tensor, messages: GatherScatterMessages, observer: Observer | None = None) -> torch.Tensor:
-    """Own rows of the sum of `x` over ranks, whose reduce-scatter starts. Only `part_output` may read the result.
-
-    Backward waits for the gradient that `part_output` gathers.
-
-    Args:
-        x: `[S, B, H]` all rows of one part, the term of this rank.
-        messages, observer: of this sum, as of `column_part`.
-
-    Returns:
-        `[S/R, B, H]`, dtype of `x`.
-    """
-    y: torch.Tensor = _SummedPart.apply(x.reshape(-1, x.shape[-1]), messages, observer)
-    return y.view(-1, *x.shape[1:])
+    w = None if w_shard is None else w_shard.detach()
+    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w, call, skip_output)
+    return y.view(-1, *x.shape[1:-1], y.shape[1])
 
 
 class _PartCall:
@@ -175,17 +160,18 @@ class _PartCall:
     def __init__(
         self,
         x: torch.Tensor,
-        w: torch.Tensor,
+        w: torch.Tensor | None,
         bias: torch.Tensor | None,
         messages: PartMessages,
         target: WgradTarget | None,
         observer: Observer | None,
     ) -> None:
         self._target = target or WgradTarget()
-        check_operands(x, w, bias, self._target.main_grad, "x")
+        if w is not None:
+            check_operands(x, w, bias, self._target.main_grad, "x")
         self._weight, self.messages, self._observer = w, messages, observer
         # Inside the autograd function gradients are disabled.
-        self.saves_input = torch.is_grad_enabled() and w.requires_grad
+        self.saves_input = torch.is_grad_enabled() and w is not None and w.requires_grad
 
     def report(self, direction: str, num_bytes: int = 0) -> None:
         """Reports a pass to the observer."""
@@ -194,6 +180,7 @@ class _PartCall:
 
     def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
         """Postpones the weight gradient `dy.T @ x`."""
+        assert self._weight is not None
         self.messages.defer_wgrad(self._weight, dy, x, self._target)
         self.report("wgrad")
 
@@ -269,12 +256,12 @@ class _ColumnPart(torch.autograd.Function):
 
 class _RowPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, call: _PartCall, skip_output: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor | None, call: _PartCall, skip_output: bool) -> torch.Tensor:
         ctx.save_for_backward(x if call.saves_input else None, w)
         ctx.call = call
-        if skip_output:
+        if skip_output and w is not None:
             return skipped_output(x, x.shape[0] // call.messages.num_owners, w.shape[0], call.report)
-        y = call.messages.reduce("output", x, w.t())
+        y = call.messages.reduce("output", x, None if w is None else w.t())
         call.report("forward", y.num_bytes)
         return y.out
 
@@ -282,29 +269,14 @@ class _RowPart(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, (x, w) = ctx.call, ctx.saved_tensors
         gather = call.messages.full("output gradient", grads[0])
-        dx = gather.matmul(w) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = gather.finish() if w is None else gather.matmul(w)
         if dx is not None or gather.num_bytes:
             call.report("dgrad", gather.num_bytes)
         if x is not None:
             call.defer_wgrad(gather.finish(), x)
         return dx, None, None, None
-
-
-class _SummedPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, messages: GatherScatterMessages, observer: Observer | None) -> torch.Tensor:
-        ctx.messages, ctx.observer = messages, observer
-        y = messages.reduce("output", x)
-        if observer is not None:
-            observer("forward", y.num_bytes)
-        return y.out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gather = ctx.messages.full("output gradient", grads[0])
-        if ctx.observer is not None:
-            ctx.observer("dgrad", gather.num_bytes)
-        return gather.finish(), None, None
 
 
 def split_rows(x: torch.Tensor, group: dist.ProcessGroup, num_first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -173,8 +173,8 @@ class PartMessages(ABC):
         """The rows of all ranks: those of the started all-gather, or `own` `[rows, K]` if each rank has all."""
 
     @abstractmethod
-    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor) -> PartWork:
-        """Starts the sum of `a @ b` over ranks: all rows, or own ones if ranks own rows."""
+    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
+        """Starts the sum of `a` or `a @ b` over ranks: all rows, or own ones if ranks own rows."""
 
     def defer_wgrad(self, weight: torch.Tensor, dy: torch.Tensor, x: LateTensor, target: WgradTarget) -> None:
         """Postpones the weight gradient `dy.T @ x`."""
@@ -253,9 +253,9 @@ class AllReduceMessages(PartMessages):
     def full(self, rows: Rows, own: torch.Tensor) -> PartWork:
         return PartWork(own.contiguous(), 0, None)
 
-    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor) -> PartWork:
+    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
         """See `PartMessages`. The wait raises TransportError where the collective fails or reaches its timeout."""
-        out, size = a @ b, self._group.size()
+        out, size = a.clone() if b is None else a @ b, self._group.size()
         work = dist.all_reduce(out, group=self._group, async_op=True)
 
         def wait() -> None:
@@ -330,7 +330,6 @@ class GatherScatterMessages(PartMessages):
         return self._filled(rows)
 
     def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
-        """See `PartMessages`. Without `b` the sum of `a`."""
         op, collectives = f"reduce-scatter of {rows} of a part", self._transport.collectives
         if collectives is None:
             # In one message to each rank.

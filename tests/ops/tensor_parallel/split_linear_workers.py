@@ -24,7 +24,6 @@ from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     part_output,
     row_part,
     split_rows,
-    summed_part,
 )
 from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages, PartGathers
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
@@ -273,7 +272,7 @@ def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, messages: Messages 
     deferred_wgrad = DeferredWgrad(num_terms=2)
     of_parts = [GatherScatterMessages(transport, deferred_wgrad) for transport in transports]
     pairs = list(zip(x.chunk(2, dim=1), of_parts, strict=True))
-    started = [summed_part(part, own) for part, own in pairs]
+    started = [row_part(part, None, own) for part, own in pairs]
     y = torch.cat([part_output(part, own) for part, own in zip(started, of_parts, strict=True)], dim=1)
     exact = terms.double().sum(0).chunk(size)[rank]
     # A collective rounds each of its sums.
