@@ -51,8 +51,8 @@ def block_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerBlock.forward`.
 
     Runs the original, and records the order of its layers: the output of the last layer that backward recomputes is not
-    read. With `method: auto` the autotuner selects whether the layers
-    run in batch overlap: on parts of the batch, or of each sequence if the batch does not split.
+    read. With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or
+    of each sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"

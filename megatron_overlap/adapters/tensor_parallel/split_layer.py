@@ -20,7 +20,13 @@ from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision,
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
 from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots, column_part, part_input, part_output, row_part
+from megatron_overlap.ops.tensor_parallel.batch_overlap import (
+    column_part,
+    part_input,
+    part_output,
+    reserve_slot,
+    row_part,
+)
 from megatron_overlap.ops.tensor_parallel.part_messages import AllReduceMessages, GatherScatterMessages, PartMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 
@@ -93,7 +99,7 @@ class _StepOutput:
 
     Attributes:
         output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
-        slot: where backward starts the all-gather of its gradient; see `Slots`.
+        slot: where backward starts the all-gather of its gradient; see `reserve_slot`.
     """
 
     block: _Block
@@ -118,7 +124,7 @@ class _Step:
 
     Attributes:
         source: the input of the block.
-        slot: where backward runs the wait of the next step of the other part; see `Slots`.
+        slot: where backward runs the wait of the next step of the other part; see `reserve_slot`.
     """
 
     block: _Block
@@ -145,7 +151,7 @@ class _Step:
             self._normed = part_input(self.block.normalized(self._x), self.messages, slot)
         else:
             self._normed = self.block.norm(self._x)
-            self.slot = Slots.reserve()
+            self.slot = reserve_slot()
 
     def compute(self, other: _Step | None, arguments: dict[str, Any]) -> _StepOutput:
         """Runs the block with `arguments`, and starts its sum and the step `other`."""
@@ -177,7 +183,7 @@ class _Step:
                 "set overlap.tensor.split to none"
             )
         output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped, on_save=hooks.saved)
-        self.slot = Slots.reserve()
+        self.slot = reserve_slot()
         # A device does not report received messages.
         self._start_other(now=call.x.is_cuda)
         return call.result(output)
@@ -272,7 +278,7 @@ class SplitLayer:
         if isinstance(first, _Step) and isinstance(second, _Step):
             self._deferred_wgrad = first.messages.deferred_wgrad
             return first, second
-        slot, block = Slots.reserve(), _attention(self._layer)
+        slot, block = reserve_slot(), _attention(self._layer)
         steps = [self._step(block, part, number) for number, part in enumerate(parts)]
         steps[0].start(slot)
         if isinstance(second, EmbeddedPart):

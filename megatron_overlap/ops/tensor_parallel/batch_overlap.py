@@ -10,7 +10,7 @@ Without sequence parallelism every sum has the computation of one step to comple
     link                  | sum of a    | sum of b    | sum of a
 
 In backward, autograd runs the ready node that was made last. The wait for the sum of an input gradient is a separate
-node (`part_input`); `Slots` moves it behind the computation of the other part.
+node (`part_input`); a slot moves it behind the computation of the other part.
 
 Under sequence parallelism, in the middle of a step, after its column-parallel GEMM, the caller completes the output of
 the step before, and starts the gather of the same part's next step:
@@ -48,48 +48,44 @@ def can_be_ordered() -> bool:
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
 
-class Slots:
-    """Positions in the order of a backward pass, reserved at the start of a part of the forward.
+def reserve_slot() -> int | None:
+    """A slot: a position in the order of a backward pass. None where autograd is disabled.
 
     Of all ready nodes, autograd runs the one with the highest sequence number. A node in a slot runs as if it had been
     made when the slot was reserved: after the nodes of the parts that started later.
     """
+    if not torch.is_grad_enabled():
+        return None
+    node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    number: int = node._sequence_nr()
+    return number
 
-    @staticmethod
-    def reserve() -> int | None:
-        """A position before all nodes that are made from now on; None where autograd is disabled."""
-        if not torch.is_grad_enabled():
-            return None
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-        assert node is not None
-        number: int = node._sequence_nr()
-        return number
 
-    @staticmethod
-    def put(tensor: torch.Tensor, slot: int | None) -> None:
-        """Moves the node that made `tensor` to a slot."""
-        if slot is not None and tensor.grad_fn is not None:
-            tensor.grad_fn._set_sequence_nr(slot)
+def _put(tensor: torch.Tensor, slot: int | None) -> None:
+    """Moves the node that made `tensor` to a slot."""
+    if slot is not None and tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(slot)
 
 
 def part_input(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
     """`x`, the input of `column_part`, whose all-gather starts where ranks own rows `[S/R, B, K]` of it.
 
-    Backward completes the sum of its gradient, at `slot`; see `Slots`.
+    Backward completes the sum of its gradient, at `slot`; see `reserve_slot`.
     """
     y: torch.Tensor = _PartInput.apply(x, messages)
-    Slots.put(y, slot)
+    _put(y, slot)
     return y
 
 
 def part_output(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
     """The result `y` of `row_part`, after its sum is complete.
 
-    Backward starts its all-gathers, at `slot`; see `Slots`.
+    Backward starts its all-gathers, at `slot`; see `reserve_slot`.
     """
     saved, messages.saved = messages.saved, None
     result: torch.Tensor = _PartOutput.apply(y, saved, messages)
-    Slots.put(result, slot)
+    _put(result, slot)
     return result
 
 

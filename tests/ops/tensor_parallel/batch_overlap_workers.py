@@ -10,7 +10,13 @@ from torch.nn import functional
 
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops import reference
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots, column_part, part_input, part_output, row_part
+from megatron_overlap.ops.tensor_parallel.batch_overlap import (
+    column_part,
+    part_input,
+    part_output,
+    reserve_slot,
+    row_part,
+)
 from megatron_overlap.ops.tensor_parallel.part_messages import AllReduceMessages, PartWork, Rows
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.numerics import assert_close_to_exact
@@ -73,12 +79,12 @@ def pipelined(
     gradients = DeferredWgrad()
     buffer_pool = BufferPool()
     values = list(x.chunk(2, dim=1))
-    slots = [Slots.reserve()]
+    slots = [reserve_slot()]
     for block in range(1, blocks + 1):
         on_way = []
         for name, value in zip("ab", values, strict=True):
             slot = slots[-1]
-            slots.append(Slots.reserve())
+            slots.append(reserve_slot())
             options: dict[str, Any] = {"num_wgrads": None if (name, block) == ("a", 1) else 0}
             if log is None:
                 messages = AllReduceMessages(group, buffer_pool, gradients, **options)

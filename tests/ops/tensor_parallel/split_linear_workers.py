@@ -17,11 +17,11 @@ from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel import p2p, part_messages
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
-    Slots,
     column_part,
     join_rows,
     part_input,
     part_output,
+    reserve_slot,
     row_part,
     split_rows,
 )
@@ -143,7 +143,7 @@ def overlapped(
         for number, step in enumerate(steps):
             step.prepare()
             middle = column_part(step.inside, w1, bias, step.messages, of_first)
-            slot = Slots.reserve()
+            slot = reserve_slot()
             other = steps[1].prepare if number == 0 else None
             if other is not None and not late:
                 other(slot)
