@@ -221,6 +221,8 @@ class PartMessages(ABC):
             self._started.popitem()[1].finish()
 
     def _start(self, rows: Rows, work: PartWork) -> PartWork:
+        if rows in self._started:  # by a layer that runs twice in a step
+            self._started[rows].finish()
         self._started[rows] = work
         if self._serial:
             work.finish()
