@@ -29,8 +29,8 @@ from megatron_overlap.ops import (
     ulysses_attention,
 )
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
-from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
-from megatron_overlap.ops.tensor_parallel.split_linear import column_part, gathered, row_part, scattered
+from megatron_overlap.ops.tensor_parallel.batch_overlap import column_part, part_input, part_output, row_part
+from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Topology, partition
@@ -150,11 +150,11 @@ class Work:
 
         def mine(parts: Sequence[torch.Tensor], column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
             deferred_wgrad = DeferredWgrad(num_terms=2)
-            both = [PartMessages(transport, deferred_wgrad) for transport in transports]
-            inputs = [gathered(part.contiguous(), messages) for part, messages in zip(parts, both, strict=True)]
+            both = [GatherScatterMessages(transport, deferred_wgrad) for transport in transports]
+            inputs = [part_input(part.contiguous(), messages) for part, messages in zip(parts, both, strict=True)]
             wide = [column_part(x, column, None, messages).relu() for x, messages in zip(inputs, both, strict=True)]
             outputs = [row_part(middle, row, messages) for middle, messages in zip(wide, both, strict=True)]
-            return [scattered(y, messages) for y, messages in zip(outputs, both, strict=True)]
+            return [part_output(y, messages) for y, messages in zip(outputs, both, strict=True)]
 
         return partial(run, plain), partial(run, mine)
 

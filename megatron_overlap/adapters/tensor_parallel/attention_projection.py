@@ -77,7 +77,11 @@ class _JointCall:
         reason = (
             (CAPTURED if is_capturing(query) else None)
             or unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
-            or _unsupported_projection_reason(layer, query)
+            or (
+                unsupported_te_reason(layer, query)
+                if is_te_linear(layer)
+                else unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
+            )
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )
         if reason is not None:
@@ -115,9 +119,3 @@ class _JointCall:
             observer=adapter.hooks(_KIND, _OP, self._operands[0], layer.weight).overlapped,
         )
         return add_row_bias(layer, output)
-
-
-def _unsupported_projection_reason(layer: Any, query: torch.Tensor) -> str | None:
-    if is_te_linear(layer):
-        return unsupported_te_reason(layer, query)
-    return unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)

@@ -183,7 +183,11 @@ class LinearAutotuner(GroupAutotuners):
                 if gathers:
                     self._last = group, weakref.ref(x), _version_of(x), modelled
                 return self._run_candidate(call, modelled)
-        run, candidates = partial(self._run_candidate, call), partial(self._candidates, call, kind)
+
+        def candidates() -> list[Candidate]:
+            return [STOCK, *self._p2p_candidates(call, kind), *self._fused_candidates(call)]
+
+        run = partial(self._run_candidate, call)
         timed = not self._check.due and not self.paused
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
@@ -290,9 +294,6 @@ class LinearAutotuner(GroupAutotuners):
         tally = self._session.counters.tally(*call.hooks.site, call.hooks.forward)
         elements = rows * call.weight.shape[1] / shared
         _put(self._small_calls, call.layer, _SmallCalls(elements, tally, communicate=call.op != "copy_gemm"))
-
-    def _candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
-        return [STOCK, *self._p2p_candidates(call, kind), *self._fused_candidates(call)]
 
     def _p2p_candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         tensor, x = self._session.config.tensor, call.x

@@ -37,10 +37,9 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingOutput,
     PendingPart,
 )
-from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer, SplitShardedLayer
+from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
 from megatron_overlap.session import Session
 
 type _Split = Literal["none", "batch", "sequence"]
@@ -52,8 +51,8 @@ def block_forward(original: Method, session: Session) -> Method:
     """Replacement of `TransformerBlock.forward`.
 
     Runs the original, and records the order of its layers: the output of the last layer that backward recomputes is not
-    read. With `method: auto` the autotuner selects whether the layers
-    run in batch overlap: on parts of the batch, or of each sequence if the batch does not split.
+    read. With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or
+    of each sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
@@ -141,24 +140,21 @@ def layer_forward(original: Method, session: Session) -> Method:
                 x = _whole(pending)
                 args, kwargs = ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
             return original(self, *args, **kwargs)
-        sharded = SplitShardedLayer(self, adapter) if self.config.sequence_parallel else None
+        split_layer = SplitLayer(self, adapter)
         if not isinstance(pending, PendingOutput):
             division: Division = BatchDivision()
             if adapter.split == "sequence":
                 division = sequence_division(self, x, session.config.tensor.split_at)
             parts: Sequence[PendingPart]
-            if sharded is None or pending is None:
+            if pending is None:
                 parts = [InputPart(part) for part in division.parts(x)]
             else:
-                parts = sharded.embedded(division.rows(pending.terms))
-            pending = PendingOutput(x, parts, Slots.reserve(), division)
+                parts = split_layer.embedded(division.rows(pending.terms))
+            pending = PendingOutput(x, parts, division)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None
-        if sharded is None:
-            output = SplitLayer(self, adapter).forward(pending, arguments)
-        else:
-            output = sharded.forward(pending, arguments, follower)
+        output = split_layer.forward(pending, arguments, follower)
         return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
     @functools.wraps(original)
@@ -292,7 +288,8 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     """The reason that the embedding of a model completes its own output; None if its first layer may do it."""
     if type(model) is not GPTModel or type(model.decoder) is not TransformerBlock or not model.decoder.layers:
         return "the model is not a GPTModel of Megatron"
-    config, block = model.config, model.decoder
+    config, block, embedding = model.config, model.decoder, model.embedding
+    first, words = block.layers[0], embedding.word_embeddings
     if len(args) > len(_MODEL_POSITIONAL):
         return "positional arguments"
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
@@ -300,44 +297,27 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     given = [name for name in _READERS if kwargs.get(name) is not None]
     if given:
         return f"the model is called with {', '.join(given)}"
-    first, embedding = block.layers[0], model.embedding
     if type(first).forward is not TransformerLayer.forward:
         return f"the first layer is a {type(first).__name__}"
     if getattr(config, "mtp_num_layers", None) or getattr(config, "config_logger_dir", ""):
         return "another module reads the output of the embedding"
     if config.recompute_granularity == "full" and model.training:
         return "full activation recomputation saves the input of the first layer"
-    if (
-        config.fp8
-        or getattr(config, "fp4", None)
-        or config.cpu_offloading
-        or getattr(config, "cuda_graph_impl", "none") != "none"
-    ):
+    captures = getattr(config, "cuda_graph_impl", "none") != "none"
+    if config.fp8 or getattr(config, "fp4", None) or config.cpu_offloading or captures:
         return "the block converts, offloads or captures its input"
-    if is_capturing(embedding.word_embeddings.weight):
+    if is_capturing(words.weight):
         return CAPTURED
-    return _embedding_reason(embedding, training=model.training) or _hook_reason(embedding, block, first)
-
-
-def _embedding_reason(embedding: Any, *, training: bool) -> str | None:
-    """The reason in an embedding."""
-    config, words = embedding.config, embedding.word_embeddings
     if not (embedding.reduce_scatter_embeddings and words.reduce_scatter_embeddings):
         return "position embeddings are added before the reduce-scatter"
-    if config.fp32_residual_connection or getattr(config, "use_mup", False):
+    if embedding.config.fp32_residual_connection or getattr(embedding.config, "use_mup", False):
         return "the embedding converts or scales its output"
-    if training and embedding.embedding_dropout.p > 0.0:
+    if model.training and embedding.embedding_dropout.p > 0.0:
         return "dropout"
     if getattr(words, "gtp_remat_size", 1) > 1:
         return "generalized tensor parallel weights"
-    if getattr(words, "use_inference_optimized_reduce_scatter", False) and not training:
+    if getattr(words, "use_inference_optimized_reduce_scatter", False) and not model.training:
         return "--transformer-impl inference_optimized"
-    return None
-
-
-def _hook_reason(embedding: Any, block: Any, first: Any) -> str | None:
-    """The reason in a hook or a replaced method that may read the output of the embedding."""
-    words = embedding.word_embeddings
     for module in (embedding, words):
         if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module):
             return "a hook reads the output of the embedding"

@@ -1,9 +1,9 @@
-"""One call of a tensor-parallel linear layer, and the protocol of the backends that run it."""
+"""One call of a tensor-parallel linear layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -115,19 +115,3 @@ class LinearCall:
         """Runs the replaced Megatron method, which communicates nothing in this call, and counts it."""
         self.hooks.counters.not_communicating(*self.hooks.site, self.hooks.forward)
         return self.run_stock()
-
-
-class OverlapBackend(Protocol):
-    """One way to run a `LinearCall` overlapped. Reasons are the same on every rank of the group."""
-
-    def unsupported_reason(self, call: LinearCall) -> str | None:
-        """The reason that this backend cannot run `call`; None if it can."""
-
-    def unsupported_capture_reason(self, call: LinearCall) -> str | None:
-        """The reason that a CUDA graph cannot capture `call` on this backend; None if it can."""
-
-    def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        """The output of `call.op`.
-
-        `checked` is for the reference check: the weight gradient is not deferred, saved inputs are not counted.
-        """

@@ -5,6 +5,8 @@ layer; the autotuner with `method: auto`; else the configured method, fused or p
 selected operation is compared with its reference. A call that a CUDA graph captures is neither measured nor checked.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
-from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks, OverlapBackend
+from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     is_capturing,
@@ -143,20 +145,16 @@ class LinearAdapter(Adapter):
         """The reason that an operation on these tensors runs the stock path; None if it is overlapped."""
         if op in ("gemm_ar", "copy_gemm") and self.plan.pattern == "ring":
             return "schedule ring has no all-reduce: use direct, or --sequence-parallel"
-        if self.plan.tree and (reason := self._unsupported_tree_reason(x, weight, group, op)):
-            return reason
+        if self.plan.tree:
+            gathers = op == "ag_gemm"
+            num_rows = x.numel() // weight.shape[1] * (group.size() if gathers else 1)
+            row_bytes = weight.shape[1 if gathers else 0] * x.itemsize
+            fewest = self.plan.fewest_rows(op, group.size(), num_rows, row_bytes, x.device)
+            if reason := unsupported_tree_reason(group.size(), weight.shape[1], fewest):
+                return reason
         if self.check.fallbacks and (reason := self.check.fallbacks.get(_check_name(op, weight))):
             return reason
         return unsupported_tensors_reason(x, weight, group)
-
-    def _unsupported_tree_reason(
-        self, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, op: str
-    ) -> str | None:
-        gathers = op == "ag_gemm"
-        num_rows = x.numel() // weight.shape[1] * (group.size() if gathers else 1)
-        row_bytes = weight.shape[1 if gathers else 0] * x.itemsize
-        fewest = self.plan.fewest_rows(op, group.size(), num_rows, row_bytes, x.device)
-        return unsupported_tree_reason(group.size(), weight.shape[1], fewest)
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
         """Runs `call` on the selected backend, or the stock path if its layer has a reason."""
@@ -168,16 +166,13 @@ class LinearAdapter(Adapter):
             return self._run_captured(call)
         if call.layer is self._unread:
             call = replace(call, skip_output=True)
-        if self.assigned:
-            run = self.assigned.get(call.layer)
-            if run is not None:
-                return run(call)
+        if run := self.assigned.get(call.layer):
+            return run(call)
         if call.op == "copy_gemm" and call.hooks.forward_only and not self.plan.tree:
             self.autotuner.add_small(call, math.inf)
             return call.run_not_communicating()
         if self.autotuner.enabled:
-            reason = self.autotuner.unsupported_reason(call)
-            if reason is None:
+            if (reason := self.autotuner.unsupported_reason(call)) is None:
                 return self.autotuner.run(call)
             self._counters.exclude("autotuning", reason)
         return self.run_overlapped(call, self._method)
@@ -271,7 +266,10 @@ class LinearAdapter(Adapter):
 
 
 class P2PBackend:
-    """Runs the operation with point-to-point messages between partial GEMMs, which `plan` cuts and orders."""
+    """Runs the operation with point-to-point messages between partial GEMMs, which `plan` cuts and orders.
+
+    Reasons are the same on every rank of the group.
+    """
 
     def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
         self._adapter, self._plan = adapter, plan
@@ -279,16 +277,19 @@ class P2PBackend:
         self._capturable: set[tuple[object, ...]] = set()
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
+        """The reason that this backend cannot run `call`; None if it can."""
         if self._plan.tree and is_te_linear(call.layer):
             return "tp_invariant supports local layers: use --transformer-impl local"
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
+        """The reason that a CUDA graph cannot capture `call`; None if it can."""
         if not self._adapter.is_capturable(call.group):
             return CAPTURED
         return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
+        """The output of `call.op`. For the reference check (`checked`) no gradient is deferred, no input is counted."""
         transport = self._adapter.transport(call.group)
         if transport.capturable:
             self._capturable.add(_shapes(call))
@@ -303,6 +304,9 @@ class P2PBackend:
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked
         return LINEAR_OPS[call.op](call.x, call.weight, call.bias, **options)
+
+
+type OverlapBackend = P2PBackend | FusedBackend
 
 
 def _run_stock(call: LinearCall) -> LayerOutput:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,40 +12,28 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, linears_of
-from megatron_overlap.adapters.wrapping import Method, replaced_forward
-from megatron_overlap.ops.tensor_parallel.split_linear import join_rows, split_rows
+from megatron_overlap.adapters.wrapping import replaced_forward
+from megatron_overlap.ops.tensor_parallel.batch_overlap import join_rows, split_rows
 from megatron_overlap.schedules.heuristics import balanced_rows
-
-
-class Division(Protocol):
-    """Divides the input and the arguments of layers into two parts, and joins their outputs."""
-
-    def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Both parts of the input of the first layer."""
-
-    def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Both parts of a tensor that has the rows of all ranks. No communication."""
-
-    def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output of the last layer."""
-
-    def arguments(self, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-        """The arguments of the attention, besides the input, for one part."""
 
 
 class BatchDivision:
     """Each part has half of the sequences."""
 
     def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Both parts of the input of the first layer."""
         return [part.contiguous() for part in x.chunk(2, dim=1)]
 
     def rows(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Both parts of a tensor that has the rows of all ranks. No communication."""
         return self.parts(x)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The output of the last layer from that of its parts."""
         return torch.cat(list(parts), dim=1)
 
     def arguments(self, arguments: dict[str, Any], number: int) -> dict[str, Any]:
+        """The arguments of the attention, besides the input, for one part."""
         part = {}
         for name, dim in BATCH_DIMENSION.items():
             value = arguments.get(name)
@@ -72,7 +60,7 @@ class SequenceDivision:
         return join_rows(first, second, self._group)
 
     def arguments(self, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-        """See `Division`. The second part attends to the keys of both parts."""
+        """See `BatchDivision`. The second part attends to the keys of both parts."""
         part: dict[str, Any] = {"attention_mask": None}
         mask, angles = arguments.get("attention_mask"), arguments.get("rotary_pos_emb")
         if mask is not None:
@@ -89,6 +77,10 @@ class SequenceDivision:
         num_first = self._num_first * self._group.size()
         start, stop = (num_first, tensor.shape[dim]) if number else (0, num_first)
         return tensor.narrow(dim, start, stop - start)
+
+
+Division = BatchDivision | SequenceDivision
+"""Divides the input and the arguments of layers into two parts, and joins their outputs."""
 
 
 def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["auto"]) -> SequenceDivision:
@@ -116,27 +108,29 @@ class SplitCoreAttention:
         self._attention, self._core = attention, attention.core_attention
         self._forward = self._core.forward
         self._recomputes = attention.checkpoint_core_attention and attention.training
-        self._keys: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._keys: tuple[torch.Tensor, ...] = ()
 
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """Inside the context the core attention runs on one part. The first part runs first."""
-        attention, forward = self._attention, partial(self._run_part, number)
+        attention = self._attention
         configured, attention.checkpoint_core_attention = attention.checkpoint_core_attention, False
         try:
-            with replaced_forward(self._core, forward):
+            with replaced_forward(self._core, partial(self._run_part, number)):
                 yield
         finally:
             attention.checkpoint_core_attention = configured
 
     def _run_part(
         self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Any:
+        forward, tensors = self._forward, (query, key, value, mask)
         if number == 0:
             self._keys = key, value
-            return self._run(partial(self._forward, **kwargs), query, key, value, mask)
-        assert self._keys is not None
-        return self._run(partial(self._of_both_keys, **kwargs), query, key, value, mask, *self._keys)
+        else:
+            forward, tensors = self._of_both_keys, (query, key, value, mask, *self._keys)
+        run = partial(forward, **kwargs)
+        return checkpoint(run, False, *tensors) if self._recomputes else run(*tensors)
 
     def _of_both_keys(
         self,
@@ -157,8 +151,4 @@ class SplitCoreAttention:
             ones = torch.ones(1, 1, rows, keys.shape[0], dtype=torch.bool, device=query.device)
             mask = ones.triu(keys.shape[0] - rows + 1)
         output: torch.Tensor = self._forward(query, keys, values, mask, **kwargs)
-        return output
-
-    def _run(self, forward: Method, *tensors: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = checkpoint(forward, False, *tensors) if self._recomputes else forward(*tensors)
         return output

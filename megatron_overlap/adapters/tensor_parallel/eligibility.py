@@ -23,6 +23,7 @@ GENERATION = "generation: the KV cache is that of the whole batch; its linear la
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
+_INDIVISIBLE = "sequence length is not divisible by the tensor-parallel size {}"
 
 # Keyword arguments of `ColumnParallelLinear._forward_impl` in the supported releases.
 _COLUMN_ARGUMENTS = {
@@ -101,7 +102,7 @@ def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup
     if context is not None and context.inside_context is True:
         return _OFFLOADED
     if layer.sequence_parallel and x.shape[0] % group.size():
-        return indivisible_rows_reason(group.size())
+        return _INDIVISIBLE.format(group.size())
     return None
 
 
@@ -123,15 +124,10 @@ def te_communicates(layer: Any) -> bool:
     return not (layer.tp_size == 1 or layer.parallel_mode is None or layer.tp_group is None)
 
 
-def indivisible_rows_reason(num_ranks: int) -> str:
-    """The reason of a row-parallel call under sequence parallelism whose rows the ranks cannot share equally."""
-    return f"sequence length is not divisible by the tensor-parallel size {num_ranks}"
-
-
 def unsupported_te_reason(layer: Any, x: torch.Tensor | None = None) -> str | None:
     """The reason in a TransformerEngine linear, in its configuration, or in the input `x` of a call."""
     if x is not None and layer.parallel_mode == "row" and layer.sequence_parallel and x.shape[0] % layer.tp_size:
-        return indivisible_rows_reason(layer.tp_size)
+        return _INDIVISIBLE.format(layer.tp_size)
     if te_quantizes():
         return "fp8: TransformerEngine quantizes its messages"
     for field, reason in _TE_FEATURES:

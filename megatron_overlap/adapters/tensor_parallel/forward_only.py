@@ -7,6 +7,7 @@ milliseconds. Calls of fewer rows than `min_rows` run the stock path, larger one
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -114,10 +115,7 @@ def _first(holds: Callable[[int], bool], start: int) -> float:
         low, high = high + 1, 2 * high
         if high > MOST_ROWS:
             return math.inf
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return high
+    return low + bisect_left(range(low, high), True, key=holds)
 
 
 _FEW_ROWS, _MANY_ROWS = 8, 128
@@ -148,6 +146,18 @@ class Threshold:
     p2p: Link
     gemm: Gemm
     measured: bool = False
+
+    def line(self) -> AutotuneLine:
+        """The threshold, for the report."""
+        call, gemm = self.call, self.gemm
+        name = f"{'column' if call.op == 'ag_gemm' else 'row'} {call.in_features}->{call.out_features}"
+        reason = f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; collective {self.stock}; p2p {self.p2p}"
+        if self.measured:
+            reason = f"measured: none is faster with fewer rows; {reason}"
+        rows, method = 0, "stock"
+        if not math.isinf(self.rows):
+            rows, method = int(self.rows), f"p2p from {self.rows:.0f} rows on"
+        return AutotuneLine(name, call.op, rows, call.dtype, "forward only", method, None, None, f"modelled: {reason}")
 
 
 @dataclass(slots=True)
@@ -192,7 +202,7 @@ class ForwardOnlyCalls:
 
     def lines(self) -> list[AutotuneLine]:
         """The thresholds, for the report."""
-        return [_line(threshold) for threshold in self._thresholds.values()]
+        return [threshold.line() for threshold in self._thresholds.values()]
 
     def _stock_and_p2p(self, call: LinearCall, slowest: Slowest) -> tuple[Link, Link]:
         key = call.group, call.op, call.x.dtype
@@ -256,17 +266,3 @@ def _us(run: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
         if number:
             fastest = min(fastest, time.perf_counter() - start)
     return fastest * 1e6
-
-
-def _line(threshold: Threshold) -> AutotuneLine:
-    call, gemm = threshold.call, threshold.gemm
-    name = f"{'column' if call.op == 'ag_gemm' else 'row'} {call.in_features}->{call.out_features}"
-    reason = (
-        f"GEMM {gemm.fixed_us:.0f} us + {gemm.row_us:.2f} us a row; collective {threshold.stock}; p2p {threshold.p2p}"
-    )
-    if threshold.measured:
-        reason = f"measured: none is faster with fewer rows; {reason}"
-    rows, method = 0, "stock"
-    if not math.isinf(threshold.rows):
-        rows, method = int(threshold.rows), f"p2p from {threshold.rows:.0f} rows on"
-    return AutotuneLine(name, call.op, rows, call.dtype, "forward only", method, None, None, f"modelled: {reason}")

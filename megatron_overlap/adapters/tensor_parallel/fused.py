@@ -1,7 +1,6 @@
 """Backend `fused`: GEMM kernels that read and write the symmetric memory of peers."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,6 @@ from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, Fused
 from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.session import Session
-
-
-@lru_cache(maxsize=256)
-def _plan(knobs: tuple[Knob, ...]) -> FusedPlan:
-    return FusedPlan(**dict(knobs))  # type: ignore[arg-type]
 
 
 class FusedTransports:
@@ -65,7 +59,7 @@ class FusedBackend:
         self._transports = transports
         if knobs is None:
             knobs = HOPPER.knobs if transports.hopper else ()
-        self._plan = _plan(tuple(knobs))
+        self._plan = FusedPlan(**dict(knobs))  # type: ignore[arg-type]
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         rows, ranks = call.x[..., 0].numel(), call.group.size()
@@ -76,27 +70,28 @@ class FusedBackend:
         return transport if isinstance(transport, str) else None
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
-        """See `OverlapBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
+        """See `P2PBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
         return f"{CAPTURED}: fused kernels cannot be replayed"
 
     def candidates(self, call: LinearCall) -> list[Candidate]:
         """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""
         if self.unsupported_reason(call) is not None:
             return []
-        transport = self._transports.open(call.group)
-        assert not isinstance(transport, str)
-        hopper = self._transports.hopper and not Hopper.of(inside_host(transport)).unsupported_reason
+        hopper = self._transports.hopper and not Hopper.of(inside_host(self._transport(call))).unsupported_reason
         return [FUSED, *([HOPPER] if hopper else [])]
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        transport = self._transports.open(call.group)
-        assert not isinstance(transport, str)
         return LINEAR_OPS[call.op](
             call.x,
             call.weight,
             call.bias,
-            group=FusedMethod(transport, self._plan),
+            group=FusedMethod(self._transport(call), self._plan),
             main_grad=call.main_grad,
             weight_done=call.weight_done,
             observer=call.hooks.overlapped,
         )
+
+    def _transport(self, call: LinearCall) -> FusedTransport:
+        transport = self._transports.open(call.group)
+        assert not isinstance(transport, str)
+        return transport

@@ -1,6 +1,6 @@
 """Layer handoff: under batch overlap the embedding and each transformer layer are completed inside the next layer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,43 +31,16 @@ class InputPart:
         return self.part
 
 
-@dataclass(frozen=True, slots=True)
-class PendingAdd:
-    """Output of the attention or the MLP for one part, before dropout and residual.
-
-    Attributes:
-        bias_dropout_add: of the transformer layer, for this output.
-        output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
-        arrive: waits for that sum; returns it.
-    """
-
-    layer: Any
-    bias_dropout_add: Any
-    output: tuple[Any, Any]
-    arrive: Callable[..., torch.Tensor]
-    residual: torch.Tensor
-
-    def complete(self) -> torch.Tensor:
-        layer = self.layer
-        summed = self.arrive(self.output[0]), self.output[1]
-        with layer.bias_dropout_add_exec_handler():
-            result: torch.Tensor = self.bias_dropout_add(layer.training, layer.config.bias_dropout_fusion)(
-                summed, self.residual, layer.hidden_dropout
-            )
-        return result
-
-
 class PendingOutput:
     """The output of a layer, in parts whose sums over ranks may be in flight.
 
     Attributes:
-        slot: position of the last part in the order of the backward pass; see `Slots`.
         placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
     """
 
-    def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], slot: int | None, division: Division) -> None:
+    def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)
-        self.parts, self.slot, self.division = parts, slot, division
+        self.parts, self.division = parts, division
 
     def whole(self) -> torch.Tensor:
         """The complete output, of both parts."""

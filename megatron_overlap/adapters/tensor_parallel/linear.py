@@ -1,22 +1,47 @@
-"""Replacements of the forward methods of Megatron's column- and row-parallel linear layers."""
+"""Replacements of the forward methods of Megatron's column- and row-parallel linear layers.
+
+In TransformerEngine's layers parameters, initialisation, checkpoints, norm and low precision stay TransformerEngine's;
+only the forward of a bf16, fp16 or fp32 layer that communicates is replaced. Tested on CPU ranks with the kernels of
+`adapters/cpu/te_kernels.py`. Not yet run on several GPUs.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
 from megatron_overlap.adapters.tensor_parallel.call import NO_MAIN_GRAD, LayerOutput, LinearCall, main_grad_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.eligibility import (
+    EXPERT,
+    is_capturing,
     is_te_linear,
+    te_communicates,
     unsupported_column_reason,
     unsupported_row_reason,
+    unsupported_te_reason,
 )
-from megatron_overlap.adapters.wrapping import Method, tracing
+from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
+from megatron_overlap.adapters.wrapping import Method, replaces, tracing
 from megatron_overlap.session import Session
+
+_OPS = {
+    ("column", True): "ag_gemm",
+    ("column", False): "copy_gemm",
+    ("row", True): "gemm_rs",
+    ("row", False): "gemm_ar",
+}
+"""Operations by kind of layer and sequence parallelism."""
+_NORM = "_overlap_norm"
+_DUPLICATED = "every rank holds the whole weight: the layer does not communicate"
+_FUSED = "Megatron fuses reduce-scatter, norm and all-gather of this layer"
+_MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
@@ -34,13 +59,13 @@ def column_forward_impl(original: Method, session: Session) -> Method:
         group: dist.ProcessGroup | None = get_tensor_model_parallel_group_if_none(kwargs.get("tp_group"))
         if group is None or (group.size() == 1 and not adapter.tp_invariant):
             return original(layer, x, weight, *args, **kwargs)
-        op = "ag_gemm" if kwargs.get("sequence_parallel") else "copy_gemm"
+        op = _OPS["column", bool(kwargs.get("sequence_parallel"))]
         into = main_grad_of(weight) if kwargs.get("gradient_accumulation_fusion") else NO_MAIN_GRAD
         hooks, bias = adapter.hooks("column", op, x, weight), kwargs.get("bias")
         run_stock = functools.partial(original, layer, x, weight, *args, **kwargs)
         call = LinearCall(layer, op, x, weight, bias, group, *into, hooks, run_stock, lambda output: output)
         reason = unsupported_column_reason(layer, args, kwargs)
-        silent = not kwargs.get("sequence_parallel") and not kwargs.get("allreduce_dgrad")
+        silent = op == "copy_gemm" and not kwargs.get("allreduce_dgrad")
         if reason is None and silent and not adapter.tp_invariant:
             return call.run_not_communicating()
         return adapter.run(call, reason)
@@ -72,7 +97,7 @@ def row_forward(original: Method, session: Session) -> Method:
         group = layer.tp_group
         if group is None or (group.size() == 1 and not adapter.tp_invariant):
             return original(layer, x)
-        op, weight = "gemm_rs" if layer.sequence_parallel else "gemm_ar", layer.weight
+        op, weight = _OPS["row", layer.sequence_parallel], layer.weight
         into = main_grad_of(weight) if layer.gradient_accumulation_fusion else NO_MAIN_GRAD
         hooks = adapter.hooks("row", op, x, weight)
         run_stock, result = functools.partial(original, layer, x), functools.partial(add_row_bias, layer)
@@ -93,6 +118,140 @@ def row_forward(original: Method, session: Session) -> Method:
         return run_row(self, input_)
 
     return forward
+
+
+def linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of the `forward` of `TELinear` and of `TELayerNormColumnParallelLinear`.
+
+    Equals the original. A column-parallel layer is `all_gather(x) @ weight.T + bias` under sequence parallelism,
+    without it `x @ weight.T + bias`, whose input gradient is summed over ranks; a norm before it runs on `x`. A
+    row-parallel layer is `reduce_scatter(x @ weight.T)` under sequence parallelism, without it
+    `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
+    """
+    adapter = session.adapter(LinearAdapter)
+    tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
+
+    @replaces(original)
+    def forward(self: Any, x: torch.Tensor) -> LayerOutput:
+        if tuned and not adapter.assigned:
+            weight = self._parameters.get("weight")
+            if weight is not None and runs_stock(self, x, weight):
+                return original(self, x)
+        if te_communicates(self):
+            return adapter.run(_call(self, x, original, adapter), unsupported_te_reason(self, x))
+        if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
+            is_expert = isinstance(self, TEColumnParallelLinear | TERowParallelLinear)
+            session.counters.exclude(type(self).__name__, EXPERT if is_expert else _DUPLICATED)
+        return original(self, x)
+
+    return forward
+
+
+def grouped_linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TEGroupedLinear.forward`: runs the original, and records that it has nothing to overlap."""
+
+    @replaces(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session.counters.exclude(type(self).__name__, EXPERT)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def fused_mlp_forward(original: Method, session: Session) -> Method:
+    """Replacement of `TEFusedMLP.forward`.
+
+    Equals the original: `MLP.forward` computes the same from the same parameters, and calls the `forward` of both
+    linear layers. Where one of them is not supported, the original runs and both are counted as fallbacks.
+    """
+    adapter = session.adapter(LinearAdapter)
+
+    @replaces(original)
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        linears = self.linear_fc1, self.linear_fc2
+        if not all(map(te_communicates, linears)):
+            return original(self, hidden_states, **kwargs)
+        reason = next(filter(None, map(unsupported_te_reason, linears)), None)
+        if reason is None:
+            return MLP.forward(self, hidden_states, **kwargs)
+        for layer in linears:
+            kind = layer.parallel_mode
+            adapter.hooks(kind, _OPS[kind, layer.sequence_parallel], hidden_states, layer.weight).fallback(reason)
+        return original(self, hidden_states, **kwargs)
+
+    return forward
+
+
+def inference_linear_forward(original: Method, session: Session) -> Method:
+    """Replacement of `forward` of the three parallel linear layers of `inference_optimized`.
+
+    Equals the original, without bias: `all_gather(x) @ weight.T`, after an RMSNorm in
+    `InferenceLayerNormColumnParallelLinear`, or `reduce_scatter(x @ weight.T)`. Megatron's kernels run communication
+    and GEMM one after the other. Training, one tensor-parallel rank, CUDA graphs and calls below the threshold of
+    forward-only calls run the original. Not yet run on a GPU.
+    """
+    from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel  # it needs TransformerEngine
+
+    adapter = session.adapter(LinearAdapter)
+    tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
+
+    @replaces(original)
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight, kind = self.weight, self.parallel_mode
+        if self.training or is_capturing(x) or not te_communicates(self):
+            return original(self, x, *args, **kwargs)
+        if not isinstance(weight, torch.Tensor):
+            session.counters.exclude(type(self).__name__, _MXFP8)
+            return original(self, x, *args, **kwargs)
+        if args or kwargs or not is_forward_only(x, weight):
+            return original(self, x, *args, **kwargs)
+        if tuned and not adapter.assigned and runs_stock(self, x, weight):
+            return original(self, x)
+        op = _OPS[kind, True]
+        scale = self._parameters.get("layer_norm_weight")
+        norm = None if scale is None else functools.partial(_te_rms_norm_kernel, weight=scale, eps=self.eps)
+        hooks, run_stock = adapter.hooks(kind, op, x, weight), functools.partial(original, self, x)
+        call = LinearCall(
+            self, op, x, weight, None, self.tp_group, None, None, hooks, run_stock, lambda output: (output, None), norm
+        )
+        fused = getattr(self, "skip_norm_and_all_gather", False)
+        fused = fused or getattr(self, "next_layer_norm_weights", None) is not None
+        return adapter.run(call, _FUSED if fused else unsupported_te_reason(self, x))
+
+    return forward
+
+
+def _call(layer: Any, x: torch.Tensor, original: Method, adapter: LinearAdapter) -> LinearCall:
+    kind, weight = layer.parallel_mode, layer.weight
+    op = _OPS[kind, layer.sequence_parallel]
+    # A row-parallel bias is added once, to the sum.
+    bias = layer.bias if kind == "column" and layer.use_bias and not layer.te_return_bias else None
+    into = main_grad_of(weight) if layer.fuse_wgrad_accumulation else NO_MAIN_GRAD
+    norm = norm_of(layer) if "layer_norm_weight" in layer._parameters else None
+    hooks, run_stock = adapter.hooks(kind, op, x, weight), functools.partial(original, layer, x)
+
+    def result(output: torch.Tensor) -> LayerOutput:
+        layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
+        if kind == "row":
+            return add_row_bias(layer, output)
+        return output, layer.bias if layer.te_return_bias else None
+
+    return LinearCall(layer, op, x, weight, bias, layer.tp_group, *into, hooks, run_stock, result, norm)
+
+
+def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """TransformerEngine's norm with the parameters of `layer`, which holds both norm and linear.
+
+    The norm is stored outside the layer's modules, because checkpoints and optimizers already have its parameters.
+    """
+    norm: Any = layer.__dict__.get(_NORM)
+    if norm is None:
+        norm = layer.__dict__[_NORM] = TENorm(config=layer.config, hidden_size=layer.in_features, eps=layer.eps)
+    # In every call: deferred initialisation replaces the parameters, and backward reads them from the module.
+    norm._parameters["weight"] = layer.layer_norm_weight
+    if layer.layer_norm_bias is not None:
+        norm._parameters["bias"] = layer.layer_norm_bias
+    return norm
 
 
 def add_row_bias(layer: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

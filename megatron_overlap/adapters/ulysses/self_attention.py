@@ -22,7 +22,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_te_reason
-from megatron_overlap.adapters.tensor_parallel.transformer_engine import norm_of
+from megatron_overlap.adapters.tensor_parallel.linear import norm_of
 from megatron_overlap.adapters.ulysses.core_attention import (
     UlyssesAdapter,
     context_group,

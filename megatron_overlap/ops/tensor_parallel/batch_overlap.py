@@ -1,28 +1,46 @@
-"""Batch overlap: tensor-parallel layers without sequence parallelism on both parts of a split micro-batch.
+"""Batch overlap: tensor-parallel layers on one part of a split micro-batch.
 
-The all-reduces of one half travel while the other half is computed. Where the caller computes half a, then half b, and
-then continues with half a, every sum has the computation of one half to complete, in forward and in backward:
+The messages of one part travel while the other part is computed. A step is a column-parallel layer, what follows it,
+and a row-parallel layer. The caller runs the steps of both parts in turn. `PartMessages` starts and completes the
+messages: `AllReduceMessages` without sequence parallelism, `GatherScatterMessages` with it.
+
+Without sequence parallelism every sum has the computation of one step to complete, in forward and in backward:
 
     compute   attention a | attention b | MLP a       | MLP b
     link                  | sum of a    | sum of b    | sum of a
 
-In backward, autograd runs the ready node that was made last. A wait is a separate node here (`entered`); `Slots`
-moves it behind the computation of the other half. `DeferredWgrad` postpones weight gradients, which no other node
-needs, to the point with the least computation to hide messages, and sums both parts.
+In backward, autograd runs the ready node that was made last. The wait for the sum of an input gradient is a separate
+node (`part_input`); a slot moves it behind the computation of the other part.
 
-Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order of the backward is not from the paper.
+Under sequence parallelism, in the middle of a step, after its column-parallel GEMM, the caller completes the output of
+the step before, and starts the gather of the same part's next step:
+
+    compute   attention a         | attention b              | MLP a                    | MLP b
+    link                          | scatter of a, gather of a | scatter of b, gather of b | scatter of a, gather of a
+
+Autograd mirrors this order in backward, where `part_input` completes the reduce-scatter of the input gradient and
+`part_output` starts the all-gathers of the output gradient and of the saved input.
+
+`DeferredWgrad` postpones weight gradients, which no other node needs, to points with little computation to hide
+messages, and sums both parts.
+
+`split_rows` and `join_rows` divide sequences. Rank r of R owns rows `[r S / R, (r + 1) S / R)` of a sequence. The first
+part has the rows before `R F`, the second part the rest. Rank r owns block r of the R blocks of each part.
+
+Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order of the backward and the order under sequence
+parallelism are not from a paper.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.ops.call import Observer, check_operands
+from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
-from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
+from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
+from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
 
 
 def can_be_ordered() -> bool:
@@ -30,165 +48,126 @@ def can_be_ordered() -> bool:
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
 
-class Slots:
-    """Positions in the order of a backward pass, reserved at the start of a part of the forward.
+def reserve_slot() -> int | None:
+    """A slot: a position in the order of a backward pass. None where autograd is disabled.
 
     Of all ready nodes, autograd runs the one with the highest sequence number. A node in a slot runs as if it had been
     made when the slot was reserved: after the nodes of the parts that started later.
     """
-
-    @staticmethod
-    def reserve() -> int | None:
-        """A position before all nodes that are made from now on; None where autograd is disabled."""
-        if not torch.is_grad_enabled():
-            return None
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
-        assert node is not None
-        number: int = node._sequence_nr()
-        return number
-
-    @staticmethod
-    def put(tensor: torch.Tensor, slot: int | None) -> None:
-        """Moves the node that made `tensor` to a slot."""
-        if slot is not None and tensor.grad_fn is not None:
-            tensor.grad_fn._set_sequence_nr(slot)
+    if not torch.is_grad_enabled():
+        return None
+    node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    number: int = node._sequence_nr()
+    return number
 
 
-class Reduction:
-    """An asynchronous all-reduce of one tensor at a time, by the collective of the group.
+def _put(tensor: torch.Tensor, slot: int | None) -> None:
+    """Moves the node that made `tensor` to a slot."""
+    if slot is not None and tensor.grad_fn is not None:
+        tensor.grad_fn._set_sequence_nr(slot)
 
-    The computation of the other half hides it as a whole, so it needs no chunks. All ranks call the collectives of the
-    group in program order. With `serial` it waits in `start`, to measure the time without overlap.
+
+def part_input(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
+    """`x`, the input of `column_part`, whose all-gather starts where ranks own rows `[S/R, B, K]` of it.
+
+    Backward completes the sum of its gradient, at `slot`; see `reserve_slot`.
     """
-
-    def __init__(self, group: dist.ProcessGroup, *, serial: bool = False) -> None:
-        self._group, self._serial = group, serial
-        self._work: dist.Work | None = None
-
-    def start(self, tensor: torch.Tensor) -> int:
-        """Sums `tensor` over the ranks, in place; returns the bytes that this rank sends."""
-        self.wait()
-        self._work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        if self._serial:
-            self.wait()
-        ranks = self._group.size()
-        return 2 * (ranks - 1) * tensor.nbytes // ranks
-
-    def wait(self) -> None:
-        """Waits for the sum of the last started tensor.
-
-        Raises:
-            TransportError: the collective failed or reached the timeout of the group.
-        """
-        if self._work is None:
-            return
-        work, self._work = self._work, None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
-            raise TransportError(f"all-reduce of one half of a micro-batch among ranks {ranks}: {error}") from error
-
-
-def entered(
-    x: torch.Tensor, reduction: Reduction, before: Callable[[], object] | None = None, slot: int | None = None
-) -> torch.Tensor:
-    """`x` itself, the input of a `column_half`. Backward calls `before`, then waits for the sum of its gradient.
-
-    `slot` is the position of the wait in the backward pass; see `Slots`.
-    """
-
-    def wait() -> None:
-        if before is not None:
-            before()
-        reduction.wait()
-
-    y: torch.Tensor = Identity.apply(x, None, wait)
-    Slots.put(y, slot)
+    y: torch.Tensor = _PartInput.apply(x, messages)
+    _put(y, slot)
     return y
 
 
-def arrived(y: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """The result `y` of a `row_half`, after its sum is complete."""
-    result: torch.Tensor = Identity.apply(y, reduction.wait, None)
+def part_output(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
+    """The result `y` of `row_part`, after its sum is complete.
+
+    Backward starts its all-gathers, at `slot`; see `reserve_slot`.
+    """
+    saved, messages.saved = messages.saved, None
+    result: torch.Tensor = _PartOutput.apply(y, saved, messages)
+    _put(result, slot)
     return result
 
 
-def column_half(
+def column_part(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    reduction: Reduction,
-    deferred_wgrad: DeferredWgrad,
+    messages: PartMessages,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
+    on_save: SavedInputHook | None = None,
 ) -> torch.Tensor:
-    """Equals `x @ w.T + bias`, whose input gradient `reduction` sums over ranks. `entered` waits for that sum.
+    """Equals `x @ w.T + bias`, or `all_gather(x) @ w.T + bias` where ranks own rows.
+
+    `part_input` waits for the sum of its input gradient.
 
     Args:
-        x: `[S, B, K]` one half, the same on every rank: the result of `entered`, with no other use.
+        x: `[S, B, K]` one part, or `[S/R, B, K]` own rows of it: the result of `part_input`, with no other use.
         w: `[F/R, K]` own rows of the weight.
         bias: `[F/R]` or None.
-        reduction: for this half of this layer.
-        deferred_wgrad: gets the weight gradient, for `target`.
-        observer: called in every pass.
+        messages: of the step.
+        target: destination of the weight gradient.
+        observer, on_save: as of `all_gather_linear`.
 
     Returns:
         `[S, B, F/R]`, dtype of `x`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
+        RuntimeError: `part_input` has not started the all-gather.
     """
-    call = PartCall(x, w, bias, deferred_wgrad, target, observer)
-    y: torch.Tensor = _ColumnHalf.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, reduction)
-    return y.view(*x.shape[:-1], w.shape[0])
+    call = _PartCall(x, w, bias, messages, target, observer)
+    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, on_save)
+    return y.view(-1, *x.shape[1:-1], w.shape[0])
 
 
-def row_half(
+def row_part(
     x: torch.Tensor,
-    w_shard: torch.Tensor,
-    reduction: Reduction,
-    deferred_wgrad: DeferredWgrad,
+    w_shard: torch.Tensor | None,
+    messages: PartMessages,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
     skip_output: bool = False,
 ) -> torch.Tensor:
-    """`x @ w_shard.T`, for which `reduction` starts the sum over ranks. Only `arrived` may read the result.
+    """`x @ w_shard.T`, whose sum over ranks starts: all rows, or own ones. Only `part_output` may read the result.
 
     Args:
-        x: `[S, B, K/R]` one half.
-        w_shard: `[F, K/R]` own columns of the weight.
-        reduction, deferred_wgrad, target, observer: see `column_half`.
+        x: `[S, B, K/R]` all rows of one part.
+        w_shard: `[F, K/R]` own columns of the weight; None for the sum of `x`, whose F is K/R.
+        messages, target, observer: see `column_part`.
         skip_output: see `linear_reduce_scatter`.
 
     Returns:
-        `[S, B, F]`, dtype of `x`.
+        `[S, B, F]`, or `[S/R, B, F]` where ranks own rows; dtype of `x`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other.
     """
-    call = PartCall(x, w_shard, None, deferred_wgrad, target, observer)
-    y: torch.Tensor = _RowHalf.apply(x.reshape(-1, x.shape[-1]), w_shard.detach(), call, reduction, skip_output)
-    return y.view(*x.shape[:-1], w_shard.shape[0])
+    call = _PartCall(x, w_shard, None, messages, target, observer)
+    w = None if w_shard is None else w_shard.detach()
+    y: torch.Tensor = _RowPart.apply(x.reshape(-1, x.shape[-1]), w, call, skip_output)
+    return y.view(-1, *x.shape[1:-1], y.shape[1])
 
 
-class PartCall:
+class _PartCall:
     """The options of one GEMM of a part: everything but tensors that autograd differentiates."""
 
     def __init__(
         self,
         x: torch.Tensor,
-        w: torch.Tensor,
+        w: torch.Tensor | None,
         bias: torch.Tensor | None,
-        deferred_wgrad: DeferredWgrad,
+        messages: PartMessages,
         target: WgradTarget | None,
         observer: Observer | None,
     ) -> None:
         self._target = target or WgradTarget()
-        check_operands(x, w, bias, self._target.main_grad, "x")
-        self.weight, self.deferred_wgrad, self._observer = w, deferred_wgrad, observer
+        if w is not None:
+            check_operands(x, w, bias, self._target.main_grad, "x")
+        self._weight, self.messages, self._observer = w, messages, observer
         # Inside the autograd function gradients are disabled.
-        self.saves_input = torch.is_grad_enabled() and w.requires_grad
+        self.saves_input = torch.is_grad_enabled() and w is not None and w.requires_grad
 
     def report(self, direction: str, num_bytes: int = 0) -> None:
         """Reports a pass to the observer."""
@@ -197,72 +176,171 @@ class PartCall:
 
     def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
         """Postpones the weight gradient `dy.T @ x`."""
-        self.deferred_wgrad.put(self.weight, dy, x, self._target)
+        assert self._weight is not None
+        self.messages.defer_wgrad(self._weight, dy, x, self._target)
         self.report("wgrad")
 
 
-class Identity(torch.autograd.Function):
-    """`x` itself, after `on_forward()`; backward passes the gradient on, after `on_backward()`."""
-
+class _PartInput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, on_forward: Callable[[], object] | None, on_backward: Callable[[], object] | None
-    ) -> torch.Tensor:
-        ctx.on_backward = on_backward
-        if on_forward is not None:
-            on_forward()
+    def forward(ctx: Any, x: torch.Tensor, messages: PartMessages) -> torch.Tensor:
+        ctx.messages = messages
+        messages.gather("input", x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.on_backward is not None:
-            ctx.on_backward()
-        return grads[0], None, None
+        ctx.messages.finish("input gradient")
+        return grads[0], None
 
 
-class _ColumnHalf(torch.autograd.Function):
+class _PartOutput(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: PartCall, reduction: Reduction
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if call.saves_input else None, w)
-        ctx.call, ctx.reduction = call, reduction
-        call.report("forward")
-        return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
+    def forward(ctx: Any, y: torch.Tensor, x: torch.Tensor | None, messages: PartMessages) -> torch.Tensor:
+        ctx.messages = messages
+        ctx.save_for_backward(x)
+        if messages.has_started("output"):
+            messages.finish("output")
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, dy = ctx.call, grads[0].contiguous()
-        x, w = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = dy @ w
-            call.report("dgrad", ctx.reduction.start(dx))
+        messages, (x,) = ctx.messages, ctx.saved_tensors
+        messages.gather("output gradient", grads[0])
         if x is not None:
-            call.defer_wgrad(dy, x)
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            messages.gather_next("input", x)
+        return grads[0], None, None
 
 
-class _RowHalf(torch.autograd.Function):
+class _ColumnPart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, call: PartCall, reduction: Reduction, skip_output: bool
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: _PartCall,
+        on_save: SavedInputHook | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x if call.saves_input else None, w)
-        ctx.call = call
-        if skip_output:
-            return skipped_output(x, x.shape[0], w.shape[0], call.report)
-        y = torch.mm(x, w.t())
-        call.report("forward", reduction.start(y))
+        saves, messages = call.saves_input, call.messages
+        gather = messages.full("input", x)
+        y, full = gather.matmul(w.t(), bias), gather.finish()
+        keeps_full = saves and messages.save_gathered
+        messages.saved = x.detach().contiguous() if saves and not keeps_full else None
+        ctx.save_for_backward(full if keeps_full else None, w)
+        ctx.call, ctx.saved_input = call, None
+        if saves and on_save is not None:
+            ctx.saved_input = SavedInput(on_save(x, full.nbytes))
+        call.report("forward", gather.num_bytes)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call, dy = ctx.call, grads[0].contiguous()
-        x, w = ctx.saved_tensors
-        dx = dy @ w if ctx.needs_input_grad[0] else None
-        if dx is not None:
-            call.report("dgrad")
+        messages, (full, w) = call.messages, ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            sum_of_dx = messages.reduce("input gradient", dy, w)
+            dx = sum_of_dx.out
+            call.report("dgrad", sum_of_dx.num_bytes)
+        if call.saves_input:
+            call.defer_wgrad(dy, messages.take("input").finish if full is None else full)
+        if ctx.saved_input is not None:
+            ctx.saved_input.release()
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+class _RowPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor | None, call: _PartCall, skip_output: bool) -> torch.Tensor:
+        ctx.save_for_backward(x if call.saves_input else None, w)
+        ctx.call = call
+        if skip_output and w is not None:
+            return skipped_output(x, x.shape[0] // call.messages.num_owners, w.shape[0], call.report)
+        y = call.messages.reduce("output", x, None if w is None else w.t())
+        call.report("forward", y.num_bytes)
+        return y.out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call, (x, w) = ctx.call, ctx.saved_tensors
+        gather = call.messages.full("output gradient", grads[0])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = gather.finish() if w is None else gather.matmul(w)
+        if dx is not None or gather.num_bytes:
+            call.report("dgrad", gather.num_bytes)
         if x is not None:
-            call.defer_wgrad(dy, x)
-        return dx, None, None, None, None
+            call.defer_wgrad(gather.finish(), x)
+        return dx, None, None, None
+
+
+def split_rows(x: torch.Tensor, group: dist.ProcessGroup, num_first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Own rows of both parts. Equals `all_gather(x).split([R F, S - R F])`, each cut into R blocks.
+
+    Args:
+        x: `[S/R, ...]` own rows.
+        group: the R ranks.
+        num_first: F, own rows of the first part, the same on all ranks.
+
+    Returns:
+        `[F, ...]` and `[S/R - F, ...]`. Backward is `join_rows` of the gradients.
+
+    Raises:
+        ValueError: a part has no rows.
+    """
+    if not 0 < num_first < x.shape[0]:
+        raise ValueError(f"num_first: {num_first} of {x.shape[0]} rows: each part needs a row")
+    rows: torch.Tensor = _Exchange.apply(x, group, num_first, False)
+    first, second = rows.split([num_first, x.shape[0] - num_first])
+    return first, second
+
+
+def join_rows(first: torch.Tensor, second: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Own rows `[S/R, ...]` of the sequence from own rows of its parts: the inverse of `split_rows`."""
+    rows: torch.Tensor = _Exchange.apply(torch.cat((first, second)), group, first.shape[0], True)
+    return rows
+
+
+class _Exchange(torch.autograd.Function):
+    """Own rows: of the sequence to those of its parts, one after the other, or `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, num_first: int, back: bool) -> torch.Tensor:
+        ctx.group, ctx.num_first, ctx.back = group, num_first, back
+        return _exchanged(rows, group, num_first, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchanged(grads[0], ctx.group, ctx.num_first, not ctx.back), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup, num_first: int, back: bool) -> torch.Tensor:
+    rank, size, num_rows = dist.get_rank(group), group.size(), rows.shape[0]
+
+    def runs(owner: int, receiver: int) -> Iterator[slice]:
+        """Rows that `owner` has of the sequence, and `receiver` of its parts, as slices of the rows of `owner`."""
+        begin, length = receiver * num_first, num_first
+        for _ in range(2):
+            start, stop = (min(max(row - owner * num_rows, 0), num_rows) for row in (begin, begin + length))
+            yield slice(start, stop)
+            begin, length = size * num_first + receiver * (num_rows - num_first), num_rows - num_first
+
+    def count(owner: int, receiver: int) -> int:
+        return sum(run.stop - run.start for run in runs(owner, receiver))
+
+    in_parts = [count(rank, peer) for peer in range(size)]
+    in_sequence = [count(peer, rank) for peer in range(size)]
+    # The rows of the parts are in the order of their owners in the sequence; the rows of the sequence are not in the
+    # order of their owners in the parts.
+    of_peers = [run for peer in range(size) for run in runs(rank, peer)]
+    sent = rows if back else torch.cat([rows[run] for run in of_peers])
+    received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+    num_received, num_sent = (in_parts, in_sequence) if back else (in_sequence, in_parts)
+    dist.all_to_all_single(received, sent.contiguous(), num_received, num_sent, group=group)
+    if not back:
+        return received
+    result = torch.empty_like(received)
+    for run, part in zip(of_peers, received.split([run.stop - run.start for run in of_peers]), strict=True):
+        result[run] = part
+    return result

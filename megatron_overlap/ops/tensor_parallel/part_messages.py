@@ -1,20 +1,23 @@
-"""The messages of one part of a split micro-batch; `split_linear` has the operations.
+"""The messages of one part of a split micro-batch; `batch_overlap` has the operations.
 
-Each message is whole. On GPUs a reduce-scatter is one collective of NCCL (`Transport.collectives`), and so is an
-all-gather unless copy engines move it (`PartGathers`). No GEMM is cut there. On the host a GEMM multiplies own rows
-first if others have not arrived, and computes own rows last if its result is sent.
+Each message is whole. All-reduces are collectives of the group. On GPUs a reduce-scatter is one collective of NCCL
+(`Transport.collectives`), and so is an all-gather unless copy engines move it (`PartGathers`). No GEMM is cut there. On
+the host a GEMM multiplies own rows first if others have not arrived, and computes own rows last if its result is sent.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from megatron_overlap.comm import Transport
+from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops.call import gemm_into, product
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
-from megatron_overlap.ops.wgrad import DeferredWgrad
+from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES
 
 _WHOLE = LinearPlan(pattern="serial", chunks_per_rank=1)
@@ -34,7 +37,7 @@ class PartWork:
     Args:
         out: the result, complete after `finish`.
         num_bytes: that this rank sends.
-        wait: completes the messages.
+        wait: completes the messages; None: `out` is complete.
         is_ready: whether `wait` returns without waiting for a received message. False where a query would synchronise.
     """
 
@@ -42,11 +45,10 @@ class PartWork:
         self,
         out: torch.Tensor,
         num_bytes: int,
-        wait: Callable[[], object],
+        wait: Callable[[], object] | None,
         is_ready: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.out, self.num_bytes, self._is_ready = out, num_bytes, is_ready
-        self._wait: Callable[[], object] | None = wait
+        self.out, self.num_bytes, self._wait, self._is_ready = out, num_bytes, wait, is_ready
 
     @property
     def ready(self) -> bool:
@@ -137,35 +139,50 @@ class PartGathers:
         return PartGather(self._transport, shard, op, full)
 
 
-class PartMessages:
+class PartMessages(ABC):
     """The messages of one part in one step, in forward and in backward.
 
     Args:
-        transport: of the ranks. No other part uses it, since its buffers belong to one reduce-scatter at a time.
-        deferred_wgrad: gets the weight gradients of both parts of the step; made with `num_terms=2`.
-        save_gathered: forward saves the gathered input for the weight gradient; otherwise backward gathers it again.
+        buffer_pool: of the transport.
+        deferred_wgrad: gets the weight gradients of both parts of the step.
         serial: wait for each message where it starts, to measure the time without overlap.
-        gathers: carries the all-gathers; None: `transport` does. Not with `save_gathered`, which keeps gathered rows.
 
     Attributes:
-        saved: own rows of the input that `scattered` saves for the weight gradient.
+        gathers: ranks own rows, which the step gathers; otherwise each rank has all rows.
+        num_owners: ranks that share the rows of an output.
+        save_gathered: forward saves the rows of all ranks for the weight gradient; otherwise backward gathers them.
+        saved: own rows of the input that `part_output` saves for the weight gradient.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        deferred_wgrad: DeferredWgrad,
-        *,
-        save_gathered: bool = False,
-        serial: bool = False,
-        gathers: PartGathers | None = None,
-    ) -> None:
-        self.transport, self.deferred_wgrad, self.save_gathered = transport, deferred_wgrad, save_gathered
-        self._gathers = None if save_gathered else gathers
+    gathers = False
+    num_owners = 1
+    save_gathered = True
+
+    def __init__(self, buffer_pool: BufferPool, deferred_wgrad: DeferredWgrad, *, serial: bool) -> None:
+        self.buffer_pool, self.deferred_wgrad = buffer_pool, deferred_wgrad
         self.saved: torch.Tensor | None = None
         self._serial = serial
         self._started: dict[Rows, PartWork] = {}
-        self._following: tuple[Rows, torch.Tensor] | None = None
+
+    @abstractmethod
+    def gather(self, rows: Rows, shard: torch.Tensor) -> None:
+        """Starts an all-gather of own rows `[..., K]`, if ranks own rows."""
+
+    @abstractmethod
+    def full(self, rows: Rows, own: torch.Tensor) -> PartWork:
+        """The rows of all ranks: those of the started all-gather, or `own` `[rows, K]` if each rank has all."""
+
+    @abstractmethod
+    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
+        """Starts the sum of `a` or `a @ b` over ranks: all rows, or own ones if ranks own rows."""
+
+    def defer_wgrad(self, weight: torch.Tensor, dy: torch.Tensor, x: LateTensor, target: WgradTarget) -> None:
+        """Postpones the weight gradient `dy.T @ x`."""
+        self.deferred_wgrad.put(weight, dy, x, target)
+
+    @abstractmethod
+    def _run_deferred(self, work: PartWork) -> None:
+        """Computes postponed weight gradients before the wait for `work`."""
 
     def has_started(self, rows: Rows) -> bool:
         """Whether messages with `rows` have started."""
@@ -174,55 +191,6 @@ class PartMessages:
     def is_ready(self, rows: Rows) -> bool:
         """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
         return self._started[rows].ready
-
-    def gather(self, rows: Rows, shard: torch.Tensor) -> int:
-        """Starts an all-gather; returns the bytes that this rank sends."""
-        op, collectives = f"all-gather of {rows} of a part", self.transport.collectives
-        gathers = self._gathers_of(shard)
-        gather: PartWork
-        if gathers is not None:
-            gather = gathers.start(shard, op, self.deferred_wgrad)
-        elif collectives is None:
-            gather = PartGather(self.transport, shard, op)
-        else:
-            full = shard.new_empty(shard.shape[0] * self.transport.size, shard.shape[1])
-            work = collectives.all_gather(shard, full, op)
-            gather = PartWork(full, full.nbytes - shard.nbytes, work.wait)
-        self._start(rows, gather)
-        return gather.num_bytes
-
-    def gather_next(self, rows: Rows, shard: torch.Tensor) -> None:
-        """Starts an all-gather behind the one before.
-
-        As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
-        it would delay all work that is enqueued meanwhile.
-        """
-        if self._gathers_of(shard) is not None or self.transport.collectives is None:
-            self.gather(rows, shard)
-        else:
-            self._following = rows, shard
-
-    def _gathers_of(self, shard: torch.Tensor) -> PartGathers | None:
-        """`gathers` if it carries the rows `shard`."""
-        gathers = self._gathers
-        return gathers if gathers is not None and gathers.carries(shard) else None
-
-    def scatter(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
-        """Starts the reduce-scatter of `a` or `a @ b`; returns own rows, incomplete, and the bytes that are sent."""
-        op, collectives = f"reduce-scatter of {rows} of a part", self.transport.collectives
-        if collectives is None:
-            # In one message to each rank.
-            method = P2PMethod(self.transport, _WHOLE if self._serial else _OWN_LAST)
-            scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
-            num_bytes = (self.transport.size - 1) * scatter.out.nbytes
-            part = PartWork(scatter.out, num_bytes, scatter.finish, lambda: scatter.ready)
-        else:
-            terms = a.contiguous() if b is None else a @ b
-            out = terms.new_empty(terms.shape[0] // self.transport.size, terms.shape[1])
-            work = collectives.reduce_scatter(terms, out, op)
-            part = PartWork(out, terms.nbytes - out.nbytes, work.wait)
-        self._start(rows, part)
-        return part.out, part.num_bytes
 
     def take(self, rows: Rows) -> PartWork:
         """Removes started messages. The caller finishes them.
@@ -239,37 +207,155 @@ class PartMessages:
         return work
 
     def finish(self, rows: Rows) -> torch.Tensor:
-        """Waits for started messages; computes postponed weight gradients until they are complete."""
+        """Waits for started messages, after postponed weight gradients that hide them."""
         return self._filled(rows).finish()
 
-    def matmul(
-        self, rows: Rows, b: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`full @ b + bias` and `full`, the rows of all ranks, whose all-gather has started."""
-        gather = self._filled(rows)
-        return gather.matmul(b, bias), gather.finish()
+    def _filled(self, rows: Rows) -> PartWork:
+        work = self.take(rows)
+        self._run_deferred(work)
+        return work
 
-    def limit_deferred(self) -> None:
-        """Computes the oldest postponed products if there are more than `MAX_DEFERRED`."""
+    def abandon(self) -> None:
+        """Completes all messages. No layer uses their rows."""
+        while self._started:
+            self._started.popitem()[1].finish()
+
+    def _start(self, rows: Rows, work: PartWork) -> PartWork:
+        if rows in self._started:  # by a layer that runs twice in a step
+            self._started[rows].finish()
+        self._started[rows] = work
+        if self._serial:
+            work.finish()
+        return work
+
+
+class AllReduceMessages(PartMessages):
+    """The messages without sequence parallelism: all-reduces. All ranks call them in program order.
+
+    Args:
+        group: the ranks.
+        num_wgrads: weight gradients that backward computes before it waits for the input gradient; None: all.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        buffer_pool: BufferPool,
+        deferred_wgrad: DeferredWgrad,
+        *,
+        num_wgrads: int | None = 0,
+        serial: bool = False,
+    ) -> None:
+        super().__init__(buffer_pool, deferred_wgrad, serial=serial)
+        self._group, self._num_wgrads = group, num_wgrads
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> None:
+        """See `PartMessages`. Each rank has all rows."""
+
+    def full(self, rows: Rows, own: torch.Tensor) -> PartWork:
+        return PartWork(own.contiguous(), 0, None)
+
+    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
+        """See `PartMessages`. The wait raises TransportError where the collective fails or reaches its timeout."""
+        out, size = a.clone() if b is None else a @ b, self._group.size()
+        work = dist.all_reduce(out, group=self._group, async_op=True)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+                raise TransportError(f"all-reduce of one half of a micro-batch among ranks {ranks}: {error}") from error
+
+        return self._start(rows, PartWork(out, 2 * (size - 1) * out.nbytes // size, wait))
+
+    def _run_deferred(self, work: PartWork) -> None:
+        self.deferred_wgrad.run(self._num_wgrads)
+
+
+class GatherScatterMessages(PartMessages):
+    """The messages under sequence parallelism: all-gathers and reduce-scatters.
+
+    Args:
+        transport: of the ranks. No other part uses it, since its buffers belong to one reduce-scatter at a time.
+        deferred_wgrad: made with `num_terms=2`. Its terms are computed while a message has not arrived.
+        gathers: carries the all-gathers; None: `transport` does. Not with `save_gathered`, which keeps gathered rows.
+    """
+
+    gathers = True
+
+    def __init__(
+        self,
+        transport: Transport,
+        deferred_wgrad: DeferredWgrad,
+        *,
+        save_gathered: bool = False,
+        serial: bool = False,
+        gathers: PartGathers | None = None,
+    ) -> None:
+        super().__init__(transport.buffer_pool, deferred_wgrad, serial=serial)
+        self.num_owners, self.save_gathered = transport.size, save_gathered
+        self._transport, self._copies = transport, None if save_gathered else gathers
+        self._following: tuple[Rows, torch.Tensor] | None = None
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> None:
+        shard = shard.detach().reshape(-1, shard.shape[-1]).contiguous()
+        op, collectives = f"all-gather of {rows} of a part", self._transport.collectives
+        gathers = self._gathers_of(shard)
+        gather: PartWork
+        if gathers is not None:
+            gather = gathers.start(shard, op, self.deferred_wgrad)
+        elif collectives is None:
+            gather = PartGather(self._transport, shard, op)
+        else:
+            full = shard.new_empty(shard.shape[0] * self._transport.size, shard.shape[1])
+            work = collectives.all_gather(shard, full, op)
+            gather = PartWork(full, full.nbytes - shard.nbytes, work.wait)
+        self._start(rows, gather)
+
+    def gather_next(self, rows: Rows, shard: torch.Tensor) -> None:
+        """Starts an all-gather behind the one before.
+
+        As a collective it starts when that one has arrived: in the same hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
+        it would delay all work that is enqueued meanwhile.
+        """
+        if self._gathers_of(shard) is not None or self._transport.collectives is None:
+            self.gather(rows, shard)
+        else:
+            self._following = rows, shard
+
+    def _gathers_of(self, shard: torch.Tensor) -> PartGathers | None:
+        """The all-gathers by copy engines if they carry the rows `shard`."""
+        return self._copies if self._copies is not None and self._copies.carries(shard) else None
+
+    def full(self, rows: Rows, own: torch.Tensor) -> PartWork:
+        return self._filled(rows)
+
+    def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
+        op, collectives = f"reduce-scatter of {rows} of a part", self._transport.collectives
+        if collectives is None:
+            # In one message to each rank.
+            method = P2PMethod(self._transport, _WHOLE if self._serial else _OWN_LAST)
+            scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
+            num_bytes = (self._transport.size - 1) * scatter.out.nbytes
+            return self._start(rows, PartWork(scatter.out, num_bytes, scatter.finish, lambda: scatter.ready))
+        terms = a.contiguous() if b is None else a @ b
+        out = terms.new_empty(terms.shape[0] // self._transport.size, terms.shape[1])
+        work = collectives.reduce_scatter(terms, out, op)
+        return self._start(rows, PartWork(out, terms.nbytes - out.nbytes, work.wait))
+
+    def defer_wgrad(self, weight: torch.Tensor, dy: torch.Tensor, x: LateTensor, target: WgradTarget) -> None:
+        """See `PartMessages`. Computes the oldest terms if there are more than `MAX_DEFERRED`."""
+        super().defer_wgrad(weight, dy, x, target)
         self.deferred_wgrad.run_while(lambda: self.deferred_wgrad.num_pending > MAX_DEFERRED)
 
-    def _filled(self, rows: Rows) -> PartWork:
-        """Takes started messages, and computes postponed weight gradients until they are complete."""
-        work = self.take(rows)
+    def _run_deferred(self, work: PartWork) -> None:
         self.deferred_wgrad.run_while(lambda: not work.ready)
         if self._following is not None:
             work.finish()
             following, self._following = self._following, None
             self.gather(*following)
-        return work
 
     def abandon(self) -> None:
-        """Completes all messages. No layer uses their rows."""
         self._following = None
-        while self._started:
-            self._started.popitem()[1].finish()
-
-    def _start(self, rows: Rows, work: PartWork) -> None:
-        self._started[rows] = work
-        if self._serial:
-            work.finish()
+        super().abandon()

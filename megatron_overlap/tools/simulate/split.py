@@ -98,7 +98,7 @@ class _PartLayers(Layers):
 class _Schedule:
     """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation.
 
-    `collectives`: see `PartMessages.gather_next`.
+    `collectives`: see `GatherScatterMessages.gather_next`.
     """
 
     def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:

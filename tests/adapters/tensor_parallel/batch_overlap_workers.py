@@ -189,13 +189,12 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
     from megatron_overlap.adapters.tensor_parallel import split_layer
 
     log: list[str] = []
-    names = iter([f"{half}{part} {way}" for part in "1234" for half in "ab" for way in ("forward", "backward")])
+    names = iter([f"{half}{part}" for part in "1234" for half in "ab"])
 
-    def logged(group: dist.ProcessGroup, *, serial: bool) -> Logged:
-        return Logged(group, next(names), log)
+    def logged(*args: Any, **options: Any) -> Logged:
+        return Logged(*args, name=next(names), log=log, **options)
 
-    original, split_layer.Reduction = split_layer.Reduction, logged  # type: ignore[assignment,misc]
-    try:
+    with patch.object(split_layer, "AllReduceMessages", logged):
         block = make_block(group, torch.float32)
         PREPARE[prepare](block)
         with enable(OverlapConfig.model_validate(BATCH_OVERLAP)):
@@ -205,8 +204,6 @@ def order(group: dist.ProcessGroup, prepare: str = "nothing") -> tuple[list[str]
             forward = [line.replace(" forward", "") for line in log]
             log.clear()
             y.sum().backward()
-    finally:
-        split_layer.Reduction = original  # type: ignore[misc]
     return forward, [line.replace(" backward", "") for line in log]
 
 

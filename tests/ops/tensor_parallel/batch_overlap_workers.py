@@ -10,7 +10,14 @@ from torch.nn import functional
 
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops import reference
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Reduction, Slots, arrived, column_half, entered, row_half
+from megatron_overlap.ops.tensor_parallel.batch_overlap import (
+    column_part,
+    part_input,
+    part_output,
+    reserve_slot,
+    row_part,
+)
+from megatron_overlap.ops.tensor_parallel.part_messages import AllReduceMessages, PartWork, Rows
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -18,22 +25,25 @@ SEQUENCE, K, F = 13, 24, 20
 NAMES = ("y", "dx", "dw1", "dw2", "dbias")
 
 
-class Logged(Reduction):
-    """Notes when something is begun, and when it is waited for."""
+class Logged(AllReduceMessages):
+    """Logs the start of each sum, and the wait for it."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str, log: list[str]) -> None:
-        super().__init__(group)
+    def __init__(self, *args: Any, name: str, log: list[str], **options: Any) -> None:
+        super().__init__(*args, **options)
         self._name, self._log = name, log
 
-    def start(self, tensor: torch.Tensor) -> int:
-        num_bytes = super().start(tensor)
-        self._log.append(f"start {self._name}")
-        return num_bytes
+    def _start(self, rows: Rows, work: PartWork) -> PartWork:
+        name = f"{self._name} {'forward' if rows == 'output' else 'backward'}"
+        self._log.append(f"start {name}")
+        wait = work._wait
+        assert wait is not None
 
-    def wait(self) -> None:
-        if self._work is not None:
-            self._log.append(f"wait {self._name}")
-        super().wait()
+        def logged() -> None:
+            self._log.append(f"wait {name}")
+            wait()
+
+        work._wait = logged
+        return super()._start(rows, work)
 
 
 def _data(group: dist.ProcessGroup, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -69,22 +79,22 @@ def pipelined(
     gradients = DeferredWgrad()
     buffer_pool = BufferPool()
     values = list(x.chunk(2, dim=1))
-    slots = [Slots.reserve()]
+    slots = [reserve_slot()]
     for block in range(1, blocks + 1):
         on_way = []
         for name, value in zip("ab", values, strict=True):
-            forward, backward = (
-                Reduction(group) if log is None else Logged(group, f"{name}{block} {way}", log)
-                for way in ("forward", "backward")
-            )
-            before = gradients.run if (name, block) == ("a", 1) else None
             slot = slots[-1]
-            slots.append(Slots.reserve())
+            slots.append(reserve_slot())
+            options: dict[str, Any] = {"num_wgrads": None if (name, block) == ("a", 1) else 0}
+            if log is None:
+                messages = AllReduceMessages(group, buffer_pool, gradients, **options)
+            else:
+                messages = Logged(group, buffer_pool, gradients, name=f"{name}{block}", log=log, **options)
             of_first, of_second = (WgradTarget(main_grad, None, buffer_pool) for main_grad in into)
-            inside = entered(value.contiguous(), backward, before, slot)
-            middle = functional.relu(column_half(inside, w1, bias, backward, gradients, of_first))
-            on_way.append((value, row_half(middle, w2, forward, gradients, of_second), forward))
-        values = [value + arrived(output, forward) for value, output, forward in on_way]
+            inside = part_input(value.contiguous(), messages, slot)
+            middle = functional.relu(column_part(inside, w1, bias, messages, of_first))
+            on_way.append((value, row_part(middle, w2, messages, of_second), messages))
+        values = [value + part_output(output, messages) for value, output, messages in on_way]
     return torch.cat(values, dim=1)
 
 

@@ -16,17 +16,16 @@ from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer,
 from megatron_overlap.ops import reference
 from megatron_overlap.ops.call import gemm_into
 from megatron_overlap.ops.tensor_parallel import p2p, part_messages
-from megatron_overlap.ops.tensor_parallel.batch_overlap import Slots
-from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers, PartMessages
-from megatron_overlap.ops.tensor_parallel.split_linear import (
+from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     column_part,
-    gathered,
     join_rows,
+    part_input,
+    part_output,
+    reserve_slot,
     row_part,
-    scattered,
     split_rows,
-    summed_part,
 )
+from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages, PartGathers
 from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 from tests.helpers.collectives import LateCollectives, device_copies
 from tests.helpers.late import LateTransport
@@ -103,14 +102,14 @@ def _reference(data: list[torch.Tensor], group: dist.ProcessGroup, blocks: int) 
 class _Step:
     """One part in one block: `x + row(silu(column(tanh(x))))`."""
 
-    def __init__(self, complete: Callable[[], torch.Tensor], messages: PartMessages) -> None:
+    def __init__(self, complete: Callable[[], torch.Tensor], messages: GatherScatterMessages) -> None:
         self._complete, self.messages = complete, messages
         self.x = self.inside = torch.empty(0)
 
     def prepare(self, slot: int | None = None) -> None:
         if not self.inside.numel():
             self.x = self._complete()
-            self.inside = gathered(torch.tanh(self.x), self.messages, slot)
+            self.inside = part_input(torch.tanh(self.x), self.messages, slot)
 
 
 def overlapped(
@@ -134,7 +133,7 @@ def overlapped(
     for _ in range(blocks):
         deferred_wgrad = DeferredWgrad(num_terms=2)
         steps = [
-            _Step(part, PartMessages(transport, deferred_wgrad, save_gathered=save_gathered, gathers=gathers))
+            _Step(part, GatherScatterMessages(transport, deferred_wgrad, save_gathered=save_gathered, gathers=gathers))
             for part, transport in zip(parts, transports, strict=True)
         ]
         if first:
@@ -144,7 +143,7 @@ def overlapped(
         for number, step in enumerate(steps):
             step.prepare()
             middle = column_part(step.inside, w1, bias, step.messages, of_first)
-            slot = Slots.reserve()
+            slot = reserve_slot()
             other = steps[1].prepare if number == 0 else None
             if other is not None and not late:
                 other(slot)
@@ -152,7 +151,7 @@ def overlapped(
             if other is not None and late:
                 other(slot)
             output = row_part(middle, w2, step.messages, of_second)
-            following.append(lambda step=step, output=output: step.x + scattered(output, step.messages))
+            following.append(lambda step=step, output=output: step.x + part_output(output, step.messages))
         parts, first = following, False
     return torch.cat([part() for part in parts], dim=1)
 
@@ -271,10 +270,10 @@ def sums_parts(group: dist.ProcessGroup, dtype: torch.dtype, messages: Messages 
     )
     x = terms[rank].clone().requires_grad_()
     deferred_wgrad = DeferredWgrad(num_terms=2)
-    of_parts = [PartMessages(transport, deferred_wgrad) for transport in transports]
+    of_parts = [GatherScatterMessages(transport, deferred_wgrad) for transport in transports]
     pairs = list(zip(x.chunk(2, dim=1), of_parts, strict=True))
-    started = [summed_part(part, own) for part, own in pairs]
-    y = torch.cat([scattered(part, own) for part, own in zip(started, of_parts, strict=True)], dim=1)
+    started = [row_part(part, None, own) for part, own in pairs]
+    y = torch.cat([part_output(part, own) for part, own in zip(started, of_parts, strict=True)], dim=1)
     exact = terms.double().sum(0).chunk(size)[rank]
     # A collective rounds each of its sums.
     roundings = size - 1 if messages == "collectives" else 1
@@ -295,11 +294,11 @@ def collectives_of_ordered(group: dist.ProcessGroup) -> tuple[bool, bool]:
 def abandons(group: dist.ProcessGroup) -> None:
     """`abandon` waits for all messages, so that the next step can use the transport."""
     log: list[str] = []
-    messages = PartMessages(Logged(transport_of(group, CHANNELS[0]), "a", log), DeferredWgrad(num_terms=2))
+    messages = GatherScatterMessages(Logged(transport_of(group, CHANNELS[0]), "a", log), DeferredWgrad(num_terms=2))
     x, _, w2, *_ = _data(group, torch.float32, 1)
     shard = x.flatten(0, 1)
     messages.gather("input", shard)
-    messages.scatter("output", torch.ones(len(shard) * group.size(), F), w2.t())
+    messages.reduce("output", torch.ones(len(shard) * group.size(), F), w2.t())
     messages.abandon()
     assert sorted(log) == ["start a input", "start a output", "wait a input", "wait a output"]
     try:
@@ -318,7 +317,7 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
     """The order of GEMMs and waits of a gather of one part, and of the GEMMs of a scatter."""
     log: list[str] = []
     transport = Logged(transport_of(group, CHANNELS[0]), "a", log, 1 if arrived else None)
-    messages = PartMessages(transport, DeferredWgrad(num_terms=2))
+    messages = GatherScatterMessages(transport, DeferredWgrad(num_terms=2))
     x, w1, w2, *_ = _data(group, torch.float32, 1)
     shard, size = x.flatten(0, 1), group.size()
     own = len(shard)
@@ -335,7 +334,8 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
 
     with patch.multiple(part_messages, gemm_into=logged, product=logged_product):
         messages.gather("input", shard)
-        y, full = messages.matmul("input", w1.t())
+        gather = messages.full("input", shard)
+        y, full = gather.matmul(w1.t()), gather.finish()
     torch.testing.assert_close(y, full @ w1.t())
     gathered_order, log[:] = list(log), []
     terms = torch.ones(size * own, F)
@@ -352,7 +352,7 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
         return run
 
     with patch.object(p2p.P2PMethod, "_gemm_rows", logged_rows):
-        out, _ = messages.scatter("output", terms, w2.t())
+        out = messages.reduce("output", terms, w2.t()).out
     scattered_order = list(log)
     messages.finish("output")
     weights = [torch.empty_like(w2) for _ in range(size)]

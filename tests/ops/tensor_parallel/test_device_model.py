@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.ops import flash_attention
-from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers, PartMessages
+from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages, PartGathers
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.heuristics import default_chunks
 from tests.comm.device import Recorder, play
@@ -130,7 +130,7 @@ def test_cumulative_lengths_are_copied_without_a_synchronisation(monkeypatch: py
 def test_the_second_gather_of_a_part_delays_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """In backward of a split layer. In one queue a collective waits for the one before it, and delays what follows."""
     device = Recorder(0, RANKS)
-    messages = PartMessages(TRANSPORTS["nccl"](monkeypatch, device), DeferredWgrad(num_terms=2))
+    messages = GatherScatterMessages(TRANSPORTS["nccl"](monkeypatch, device), DeferredWgrad(num_terms=2))
     messages.gather("output gradient", torch.zeros(2, 3))
     messages.gather_next("input", torch.zeros(2, 3))
     device.put("work", "of the other part")
@@ -153,14 +153,14 @@ def test_copy_engines_gather_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
         gathers = PartGathers(copies, min_bytes=shard.nbytes)
         assert gathers.carries(shard)
         assert not gathers.carries(shard[:1])
-        messages = PartMessages(transport, DeferredWgrad(num_terms=2), gathers=gathers)
+        messages = GatherScatterMessages(transport, DeferredWgrad(num_terms=2), gathers=gathers)
         device.ops.clear()
         with Work(device, GPU):
             messages.gather("output gradient", shard)
             messages.gather_next("input", shard)
             device.put("work", "of the other part")
-            messages.matmul("output gradient", weight.t())
-            messages.scatter("input gradient", torch.empty(2 * RANKS, 3, device="cuda"))
+            messages.full("output gradient", shard).matmul(weight.t())
+            messages.reduce("input gradient", torch.empty(2 * RANKS, 3, device="cuda"))
     ops = device.ops
     place = next(number for number, op in enumerate(ops) if op.label == "of the other part")
     product = next(number for number, op in enumerate(ops) if str(op.label).startswith("mm"))
