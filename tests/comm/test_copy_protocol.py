@@ -138,6 +138,7 @@ def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], *fun
 
 
 FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
+ALL_REDUCES = ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_rs"]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -320,9 +321,15 @@ def test_a_message_between_symmetric_buffers_is_one_copy() -> None:
     assert copies == [sending, receiving] * 3
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_order_of_all_reduces(size: int) -> None:
-    ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1).queues)
+def test_every_order_of_all_reduces(size: int, symmetric: bool) -> None:
+    ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1, symmetric=symmetric).queues)
+
+
+def test_every_order_of_a_replayed_all_reduce() -> None:
+    queues = record(2, ["gemm_ar", "gemm_rs"], rows=1, symmetric=True).queues
+    assert explore(repeated(queues, 2)) > 1000
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -336,12 +343,12 @@ def test_results_in_a_random_order(size: int, seed: int, symmetric: bool) -> Non
     assert recorded.is_right()
 
 
-@pytest.mark.parametrize("pattern", ["direct", "ring"])
+@pytest.mark.parametrize(("pattern", "ops"), [("direct", FOUR), ("ring", FOUR), ("direct", ALL_REDUCES)])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_order_of_replays(size: int, pattern: str) -> None:
+def test_every_order_of_replays(size: int, pattern: str, ops: list[str]) -> None:
     """A replayed CUDA graph enqueues the same steps again: each operation leaves all flags as it found them."""
-    queues = record(size, FOUR, rows=1, pattern=pattern, symmetric=True).queues
-    if size == 2:
+    queues = record(size, ops, rows=1, pattern=pattern, symmetric=True).queues
+    if size == 2 and ops == FOUR:
         assert explore(repeated(queues, 2)) > 1000
     ordered(repeated(queues, 3))
     for use in flag_uses([queue.steps for queue in queues]).values():
@@ -351,7 +358,8 @@ def test_every_order_of_replays(size: int, pattern: str) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_of_a_hundred_replays(size: int, chunks: int) -> None:
-    recorded, order = record(size, FOUR, rows=chunks, chunks=chunks, symmetric=True), random.Random(size)
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=chunks, chunks=chunks, symmetric=True)
+    order = random.Random(size)
     for step in range(100):
         recorded.set_input(step)
         play(recorded.queues, order.randrange)
@@ -359,24 +367,32 @@ def test_results_of_a_hundred_replays(size: int, chunks: int) -> None:
 
 
 CAPTURED = pytest.mark.parametrize(
-    ("size", "pattern", "chunks"),
-    [(2, "direct", 2), (3, "ring", 1), (4, "direct", 1), (4, "ring", 2)],
+    ("size", "pattern", "chunks", "ops"),
+    [
+        (2, "direct", 2, FOUR),
+        (3, "ring", 1, FOUR),
+        (4, "direct", 1, FOUR),
+        (4, "ring", 2, FOUR),
+        (3, "direct", 1, ALL_REDUCES),
+    ],
 )
 
 
 @CAPTURED
-def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int) -> None:
+def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int, ops: list[str]) -> None:
     """CUDA refuses a graph with work that does not end in the stream of the capture."""
-    recorded = record(size, FOUR, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    recorded = record(size, ops, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
     assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @CAPTURED
-def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks: int, device: str) -> None:
+def test_a_captured_graph_on_one_hardware_queue(
+    size: int, pattern: str, chunks: int, ops: list[str], device: str
+) -> None:
     """CUDA may run the steps of a graph in any order that keeps their dependencies."""
     settings = {"rows": chunks, "pattern": pattern, "chunks": chunks, "device": device}
-    recorded = record(size, FOUR, symmetric=True, captured=True, **settings)
+    recorded = record(size, ops, symmetric=True, captured=True, **settings)
     ordered(recorded.queues)
 
     def first(wanted: Callable[[Step], object]) -> Callable[[list[Step]], int]:
@@ -390,7 +406,7 @@ def test_a_captured_graph_on_one_hardware_queue(size: int, pattern: str, chunks:
 
 
 def test_results_of_captured_replays() -> None:
-    recorded = record(3, FOUR, rows=1, symmetric=True, captured=True)
+    recorded = record(3, [*FOUR, "gemm_ar"], rows=1, symmetric=True, captured=True)
     for step in range(10):
         recorded.set_input(step)
         play(recorded.queues, random.Random(step).randrange)

@@ -130,7 +130,9 @@ def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") 
                 function = _CopyLinear if column else _LinearAllReduce
             device.ops.clear()  # the operations of the transport's creation
 
-            def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, device: Recorder = device) -> None:
+            def add_terms(
+                terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor: int, device: Recorder = device
+            ) -> None:
                 moved = terms.nbytes + own.nbytes + out.nbytes
                 device.put("work", "add_terms", seconds=GPU.move_s(moved), uses_sms=True)
 
