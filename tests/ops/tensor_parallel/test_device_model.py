@@ -61,14 +61,14 @@ def test_one_hardware_queue_overlaps_as_eight_do(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """The sums that all ranks send to all others follow the last GEMM of forward. Backward hides them too."""
+    """The sums that all ranks send to all others follow the last GEMM of forward, and are exposed. Backward hides them."""
     devices = record(monkeypatch, case, "copies")
     took = times(devices)
     assert took.one <= 1.05 * took.eight
     if case.direction == "backward":
         assert took.one <= took.bound
     else:
-        assert took.one <= 1.1 * max(took.compute + took.communication / 2, took.communication) + 2 * took.piece
+        assert took.one <= 0.92 * (took.compute + took.communication)
     chunk_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
     assert sent_bytes(devices[0]) == pytest.approx(2 * (RANKS - 1) * chunk_bytes)
 
