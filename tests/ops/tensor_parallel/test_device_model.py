@@ -61,7 +61,7 @@ def test_one_hardware_queue_overlaps_as_eight_do(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """The sums that all ranks send to all others follow the last GEMM of forward, and are exposed. Backward hides them."""
+    """Forward exposes the sums that each rank sends to all others after its last GEMM. Backward hides them."""
     devices = record(monkeypatch, case, "copies")
     took = times(devices)
     assert took.one <= 1.05 * took.eight
