@@ -18,7 +18,7 @@ from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.linear_workers import start
 from tests.helpers.collectives import LateCollectives, device_copies
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
-from tests.ops.tensor_parallel.split_linear_workers import Logged as LoggedTransport
+from tests.ops.tensor_parallel.part_messages_workers import Logged as LoggedTransport
 
 HIDDEN, SEQUENCE = 16, 9
 BATCH_OVERLAP = {"tensor": {"method": "p2p", "split": "batch"}}

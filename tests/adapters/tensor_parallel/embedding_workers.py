@@ -114,7 +114,7 @@ def order(group: dist.ProcessGroup, split: str) -> tuple[list[str], list[str]]:
     """The order of starts and waits of the first messages of forward and of the last ones of backward."""
     start(group)
     from megatron_overlap.comm.gloo import GlooTransport
-    from tests.ops.tensor_parallel.split_linear_workers import Logged
+    from tests.ops.tensor_parallel.part_messages_workers import Logged
 
     log: list[str] = []
     model = make_model(group, torch.float32, 4 * group.size(), position="rope")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.world import World
-from tests.ops.tensor_parallel import split_linear_workers as cases
+from tests.ops.tensor_parallel import part_messages_workers as cases
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
