@@ -19,7 +19,8 @@ from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.symmetric.rings import Rings
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
-from megatron_overlap.ops.tensor_parallel.pipelined import _GatheredRows
+from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, _GatheredRows
+from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.schedules.plan import Chunk, Message
 from scripts.mutants import ROOT, load
 from tests.comm.copy_protocol import (
@@ -280,6 +281,20 @@ def test_one_hardware_queue_has_no_deadlock(size: int, pattern: str, symmetric: 
     ops = [*FOUR, "gemm_ar", "ag_gemm", "gemm_ar"] if pattern == "direct" else FOUR
     recorded = record(size, ops, pattern=pattern, ring_bytes=8192, symmetric=symmetric, device="cuda")
     ordered(recorded.hardware_queues)
+
+
+def test_a_wait_for_several_messages_sends_before() -> None:
+    """Also the messages that the plan places behind work that is not enqueued."""
+    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
+    backends = [RecordedBackend(rank, 3, arenas, "cuda") for rank in range(3)]
+    transports = [CopyTransport(backend) for backend in backends]
+    for rank, transport in enumerate(transports):
+        plan, shard = all_gather_plan(3, rank), torch.zeros(2, 64)
+        full = transport.buffer_pool.take("gather", (6, 64), shard, symmetric=True)
+        gather = PipelinedAllGather(transport, plan, (shard,), plan.layout(6), (full,), "gather", repeats=True)
+        gather._p2p_work.wait(*range(len(plan.messages)))
+        gather.finish()
+    ordered([backend.one_hardware_queue() for backend in backends])
 
 
 def test_a_ring_that_is_too_small_for_one_hardware_queue() -> None:
