@@ -190,7 +190,8 @@ class Transport(Protocol):
         on_device: streams of a device order messages and work. The host never waits, so no message is ever reported as
             completed.
         capturable: a CUDA graph that captures its operations may be replayed.
-        prepares: derives the steps of an `Exchange` once, and does not build its transfers again.
+        prepares: derives the steps of an `Exchange` once, and does not build its transfers again. Each call
+            receives into the same tensors, best into symmetric buffers.
     """
 
     rank: int

@@ -110,30 +110,25 @@ class CapturedBackend(CpuBackend):
         return self._graph.calls is not None
 
 
-def _rows(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
-    shapes = ((8, 16), (24, 16), (16, 24))
+def _layers(column: Any, row: Any, rows: int, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
+    shapes = ((rows, 16), (24, 16), (16, 24))
     x, w1, w2 = leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    dy = torch.zeros(8, 16, dtype=dtype)
+    dy = torch.zeros(rows, 16, dtype=dtype)
 
     def step(transport: Transport) -> list[torch.Tensor]:
-        hidden = all_gather_linear(x, w1, group=transport, plan=plan)
-        y = linear_reduce_scatter(hidden, w2, group=transport, plan=plan)
+        hidden = column(x, w1, group=transport, plan=plan)
+        y = row(hidden, w2, group=transport, plan=plan)
         return [hidden.detach(), y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
     return [*leaves, dy], step
+
+
+def _rows(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
+    return _layers(all_gather_linear, linear_reduce_scatter, 8, plan, dtype)
 
 
 def _all_reduce(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:
-    shapes = ((37, 16), (24, 16), (16, 24))
-    x, w1, w2 = leaves = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    dy = torch.zeros(37, 16, dtype=dtype)
-
-    def step(transport: Transport) -> list[torch.Tensor]:
-        hidden = copy_linear(x, w1, group=transport, plan=plan)
-        y = linear_all_reduce(hidden, w2, group=transport, plan=plan)
-        return [hidden.detach(), y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-    return [*leaves, dy], step
+    return _layers(copy_linear, linear_all_reduce, 37, plan, dtype)
 
 
 def _ulysses(group: dist.ProcessGroup, plan: LinearPlan, dtype: torch.dtype) -> tuple[list[torch.Tensor], Step]:

@@ -119,7 +119,7 @@ def attribution(result: Comparison) -> str | None:
 
 
 def key_figures(result: Comparison) -> list[tuple[str, str, str]]:
-    """The known figures of second run and reference at the head of the report: label, value, detail."""
+    """The figures at the head of the report, of the second run and the reference: label, value, detail."""
     before, after, first = result.runs[0], result.runs[1], result.headline
     found = [
         ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),

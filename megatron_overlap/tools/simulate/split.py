@@ -111,7 +111,7 @@ class _Schedule:
         self.order.append((part, self.parts[part].compute(time_us, *needs)))
 
     def _collective(self, part: int, kind: CollectiveKind) -> int:
-        """A collective of a part after all its work so far, as one message."""
+        """A collective of a part, modelled as one message that follows the work of the part so far."""
         layers = self._layers[part]
         num_bytes = (layers.job.tensor - 1) * layers.own_bytes
         if not layers.model.on_device:
