@@ -28,6 +28,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 import torch
 
@@ -78,6 +79,7 @@ class _Messages:
         buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
         waits_together: no message passes through a ring or `forwards`: one call of the driver may wait for several.
         received: waits for the flags of several messages, by their numbers.
+        runs_of_own: start and stop of consecutive own rows of a call, of which each message sends one run.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
     """
@@ -88,6 +90,7 @@ class _Messages:
     buffers_are_free: object | None = None
     waits_together: bool = False
     received: dict[tuple[int, ...], object] = field(default_factory=dict)
+    runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
 
@@ -225,6 +228,9 @@ class CopyTransport:
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
         messages.waits_together = not (messages.through_ring or messages.forwards)
         messages.marks = sorted(set(messages.marks))
+        if own is not None:
+            sent = [message.own_rows for message in messages.all if message.own_rows is not None]
+            messages.runs_of_own = list(pairwise(sorted({0, own.shape[0], *chain.from_iterable(sent)})))
         return messages
 
     def _buffer_between(self, transfer: Transfer) -> SymmetricBuffer | None:
@@ -283,6 +289,8 @@ class CopyP2PWork:
         self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, begun: object, captured: bool
     ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
+        self._runs_of_own = messages.runs_of_own
+        self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._waits_for = messages.received if messages.waits_together else None
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
@@ -347,7 +355,7 @@ class CopyP2PWork:
             if message.free is not None:
                 queue.run(message.free)
             self._order_sends(message)
-            source = message.sends[0] if message.own_rows is None else self._rows_of_call(*message.own_rows)
+            source = message.sends[0] if message.own_rows is None else self._rows_of_call(message.own_rows)
             queue.copy(message.lands, source)
             queue.run(message.sent)
             self._has_sent = True
@@ -368,9 +376,15 @@ class CopyP2PWork:
             self._sending.after(mark)
             self._sends_after = mark
 
-    def _rows_of_call(self, start: int, stop: int) -> torch.Tensor:
+    def _rows_of_call(self, rows: tuple[int, int]) -> torch.Tensor:
         assert self._own is not None
-        return self._own if stop - start == self._own.shape[0] else self._own[start:stop]
+        if not self._own_rows:
+            # For the host, one call of torch's dispatcher for all rows costs less than one for each.
+            runs = self._runs_of_own
+            sizes = [stop - start for start, stop in runs]
+            cut = (self._own,) if len(runs) == 1 else torch.unsafe_split_with_sizes(self._own, sizes)
+            self._own_rows = dict(zip(runs, cut, strict=True))
+        return self._own_rows[rows]
 
     def is_completed(self, message: int) -> bool:
         return False

@@ -14,7 +14,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
-from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Piece, Spans, add_terms, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
 
@@ -244,8 +244,7 @@ class _SummedRows(WorkRows):
     Attributes:
         received: partial sums by message.
         terms_of: those of each own chunk `[R - 1, rows, F]` by their first message, where they are contiguous.
-        gathers: the messages that receive sums.
-        of_peers: rows of `summed`, without the own ones.
+        gathers: the messages that receive sums, in two groups; each with its rows, and those of `summed`.
         num_sent: rows that this rank sends.
         repeated: the messages of a result. Without `summed` the sums of peers arrive in the result.
     """
@@ -255,12 +254,11 @@ class _SummedRows(WorkRows):
         self._plan, self._layout, self._summed = plan, layout, summed
         self.received: dict[int, torch.Tensor] = {}
         self.terms_of: dict[int, torch.Tensor] = {}
-        self.gathers: list[int] = []
         self._lands: dict[int, torch.Tensor] = {}
-        first = 0
+        get_sums, first = list[int](), 0
         for k, message in enumerate(plan.messages):
             if message.recv.owner != plan.rank:
-                self.gathers.append(k)
+                get_sums.append(k)
                 continue
             num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
             if message.to == (plan.rank + 1) % plan.num_ranks and num_rows == longest:
@@ -271,11 +269,18 @@ class _SummedRows(WorkRows):
             self.received[k] = terms[first : first + num_rows]
             self._lands[k] = terms[first : first + layout.num_chunk_rows(message.send)]
             first += longest
-        own = [layout.rows(Chunk(plan.rank, part)) for part in range(plan.chunks_per_rank)]
-        bounds = zip([0, *(stop for _, stop in own)], [*(start for start, _ in own), layout.num_rows], strict=True)
-        self.of_peers = [slice(start, stop) for start, stop in bounds if start < stop]
+        # Copies of the first group run while the last two messages arrive.
+        groups = get_sums[:-2], get_sums[-2:]
+        self.gathers = [(group, [] if summed is None else self._sums(group, summed)) for group in groups if group]
         self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
         self.repeated = Repeated(self._transfers)
+
+    def _sums(self, messages: Sequence[int], summed: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
+        """The rows that messages receive, in as few runs as possible."""
+        spans = Spans()
+        for k in messages:
+            spans.add(self._layout.rows(self._plan.messages[k].recv))
+        return [(slice(start, stop), summed[start:stop]) for start, stop in spans.joined()]
 
     def _transfers(self, out: torch.Tensor | None) -> list[Transfer]:
         """The messages of the result `out`."""
@@ -377,11 +382,11 @@ class PipelinedAllReduce:
         """
         if not self._finished:
             self._advance(len(self._plan.work), wait=True)
-            self._p2p_work.wait(*self.rows.gathers)
+            for messages, runs in self.rows.gathers:
+                self._p2p_work.wait(*messages)
+                for rows, sums in runs:
+                    self._out[rows].copy_(sums)
             self._p2p_work.wait_all()
-            if self._summed is not None:
-                for rows in self.rows.of_peers:
-                    self._out[rows].copy_(self._summed[rows])
             self._finished = True
         return self._out
 
