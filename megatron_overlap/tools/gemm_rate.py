@@ -22,8 +22,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SLOW_FACTOR = 4.0  # a precision whose GEMMs are slower than those of fp32 by it has no instructions on this processor
 
 
-def _flops(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: int, seconds: float) -> float:
-    """The rate of a GEMM in FLOP/s, from the median of its times: at least `repeats`, for `seconds`, after a first."""
+def _times(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: int, seconds: float) -> list[float]:
+    """The times of a GEMM in seconds: at least `repeats`, for `seconds`, after a first."""
     a, b = (torch.randn(size, columns, device=device).to(dtype) for size in (rows, columns))
     out = torch.empty_like(a)
 
@@ -39,17 +39,17 @@ def _flops(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: in
     end = time.perf_counter() + seconds
     while len(times) < repeats or time.perf_counter() < end:
         times.append(multiply())
-    return 2.0 * rows * columns**2 / statistics.median(times)
+    return times
 
 
 def gemm_tflops(size: int, device: str, dtype: torch.dtype) -> float:
     """The rate of a square GEMM in TFLOP/s."""
-    return _flops(size, size, device, dtype, MIN_REPEATS, SECONDS_PER_SIZE) / 1e12
+    return 2.0 * size**3 / statistics.median(_times(size, size, device, dtype, MIN_REPEATS, SECONDS_PER_SIZE)) / 1e12
 
 
 def small_gemm_gflops(precision: str) -> float:
-    """The rate of a small GEMM on the processor in GFLOP/s."""
-    return _flops(64, 512, "cpu", DTYPES[precision], 5, 0.0) / 1e9
+    """The best rate of a small GEMM on the processor in GFLOP/s: other programs may take the processor away."""
+    return 2.0 * 64 * 512**2 / min(_times(64, 512, "cpu", DTYPES[precision], 5, 0.0)) / 1e9
 
 
 def slow_precision_reason(precision: str) -> str | None:

@@ -96,4 +96,4 @@ def test_a_precision_without_instructions_is_reported(
 def test_the_rate_of_a_small_gemm_is_plausible() -> None:
     """No processor is below 1 GFLOP/s or above 1 PFLOP/s."""
     # A busy machine may take the core away during a measurement.
-    assert any(1 < gemm_rate.small_gemm_gflops("fp32") < 1e6 for _ in range(5))
+    assert any(1 < gemm_rate.small_gemm_gflops("fp32") < 1e6 for _ in range(20))
