@@ -111,7 +111,7 @@ class Case(NamedTuple):
 
 def cases(backend: Any, ranks: int) -> dict[str, Case]:
     """The passes of both kinds of layer, alone and in blocks of one column-parallel and one row-parallel layer."""
-    method = P2PMethod(CopyTransport(backend, ring_bytes=1 << 16), LinearPlan(pattern="direct", split="edge"))
+    method = P2PMethod(CopyTransport(backend), LinearPlan(pattern="direct", split="edge"))
     rows = 8 * ranks
     shard, whole = torch.randn(8, WIDTH), torch.randn(rows, WIDTH)
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)

@@ -7,7 +7,7 @@ is one line in `TRANSPORTS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.plan import Pattern
+from megatron_overlap.schedules.plan import Message, Pattern
 from scripts.kernels.cpu_backend import CpuBackend
 from tests.helpers.faulty import CorruptTransport, LossyTransport
 from tests.helpers.late import LateTransport
@@ -34,7 +34,7 @@ TRANSPORTS: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
     "gloo": GlooTransport,
     "ordered": lambda group: OrderedTransport(GlooTransport(group)),
     "late": LateTransport,
-    "copies": lambda group: CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=16384, symmetric=False),
+    "copies": lambda group: CopyTransport(CpuBackend(HostGroup(group))),
     "corrupting no message": lambda group: CorruptTransport(group, every=0),
 }
 FAULTY: Mapping[str, Callable[[dist.ProcessGroup], Any]] = {
@@ -63,9 +63,33 @@ class ExchangeCase:
     num_elements: int = 5
     num_extra_tensors: int = 0
 
+    @property
+    def sizes(self) -> list[int]:
+        """The elements of the tensors of one message."""
+        return [self.num_elements + k for k in range(1 + self.num_extra_tensors)]
+
     def tensors(self, value: float = float("nan")) -> list[torch.Tensor]:
-        """Return the tensors of one message: the k-th is filled with `value` + k / 4 and has another size."""
-        return [torch.full((self.num_elements + k,), value + k / 4) for k in range(1 + self.num_extra_tensors)]
+        """Return the tensors of one message: the k-th is filled with `value` + k / 4."""
+        return [torch.full((size,), value + k / 4) for k, size in enumerate(self.sizes)]
+
+    def received(self, transport: Any, name: str, count: int) -> list[list[torch.Tensor]]:
+        """Return the tensors of `count` messages in a buffer that has the same layout on all ranks."""
+        pool, shape = transport.buffer_pool, (count * sum(self.sizes),)
+        parts = iter(
+            pool.take(name, shape, torch.empty(0), symmetric=True).fill_(float("nan")).split(self.sizes * count)
+        )
+        return [[next(parts) for _ in self.sizes] for _ in range(count)]
+
+
+def _transfer(
+    message: Message,
+    send: torch.Tensor,
+    recv: torch.Tensor,
+    extra_send: Sequence[torch.Tensor],
+    extra_recv: Sequence[torch.Tensor],
+) -> Transfer:
+    """A message that lands where this rank receives the message with the same number."""
+    return Transfer(message, send, recv, tuple(extra_send), tuple(extra_recv), recv, tuple(extra_recv))
 
 
 def all_gather(transport: Any, compute: Compute, case: ExchangeCase) -> Results:
@@ -74,12 +98,12 @@ def all_gather(transport: Any, compute: Compute, case: ExchangeCase) -> Results:
     results, operations = [], []
     for number in range(case.num_operations):
         own = [case.tensors(1000.0 * number + 10 * transport.rank + part) for part in range(case.chunks_per_rank)]
-        recvs = [case.tensors() for _ in plan.messages]
+        recvs = case.received(transport, f"received {number}", len(plan.messages))
         transfers = []
         for message, (recv, *extra_recv) in zip(plan.messages, recvs, strict=True):
             forwarded = message.after_message
             send, *extra_send = own[message.send.part] if forwarded is None else recvs[forwarded]
-            transfers.append(Transfer(message, send, recv, tuple(extra_send), tuple(extra_recv)))
+            transfers.append(_transfer(message, send, recv, extra_send, extra_recv))
         operations.append((transport.begin(transfers, f"all_gather {number}"), own, recvs))
     for number, (work, own, recvs) in enumerate(operations):
         for index, message in enumerate(plan.messages):
@@ -99,10 +123,11 @@ def reduce_scatter(transport: Any, compute: Compute, case: ExchangeCase) -> Resu
     plan = reduce_scatter_plan(
         transport.size, transport.rank, chunks_per_rank=case.chunks_per_rank, pattern=case.pattern
     )
-    sends, recvs = [case.tensors() for _ in plan.messages], [case.tensors() for _ in plan.messages]
+    sends = [case.tensors() for _ in plan.messages]
+    recvs = case.received(transport, "received", len(plan.messages))
     work = transport.begin(
         [
-            Transfer(message, send, recv, tuple(extra_send), tuple(extra_recv))
+            _transfer(message, send, recv, extra_send, extra_recv)
             for message, (send, *extra_send), (recv, *extra_recv) in zip(plan.messages, sends, recvs, strict=True)
         ],
         "reduce_scatter",

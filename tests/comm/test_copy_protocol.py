@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.symmetric.heap import HeapPool
-from megatron_overlap.comm.symmetric.rings import Rings
+from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool
 from megatron_overlap.comm.transport import Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, _GatheredRows
@@ -69,24 +67,19 @@ def record(
     ops: list[str],
     *,
     rows: int = 2,
-    ring_bytes: int = 1024,
     pattern: str = "direct",
     chunks: int = 1,
-    symmetric: bool = False,
     device: str = "cpu",
     transport: type[CopyTransport] = CopyTransport,
     captured: bool = False,
 ) -> Recorded:
     """Records operations on integers, one after another, with buffers of the pool and of earlier operations.
 
-    Unless `symmetric`, all messages pass through rings. `captured` records a CUDA graph, after calls that allocate the
-    buffers.
-
-    With 64 columns of 4 bytes a row fills the alignment of a piece, so the ring holds four rows.
+    `captured` records a CUDA graph, after calls that allocate the buffers.
     """
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
-    transports = [transport(backend, ring_bytes=ring_bytes, symmetric=symmetric) for backend in backends]
+    transports = [transport(backend) for backend in backends]
     plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
@@ -117,22 +110,6 @@ def record(
     return _recorded(backends, found, expected, set_input)
 
 
-def record_one_way(messages: int, num_bytes: int, *, ring_bytes: int) -> Recorded:
-    """Records messages from rank 0 to rank 1 only: nothing but acknowledgements holds back the sender."""
-    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
-    backends = [RecordedBackend(rank, 2, arenas) for rank in range(2)]
-    transports = [CopyTransport(backend, ring_bytes=ring_bytes, symmetric=False) for backend in backends]
-    empty, chunk = torch.empty(0, dtype=torch.uint8), Chunk(0, 0)
-    sent = [torch.full((num_bytes,), number % 251, dtype=torch.uint8) for number in range(messages)]
-    received = [torch.zeros_like(content) for content in sent]
-    for number in range(messages):
-        for rank, transport in enumerate(transports):
-            pair = (sent[number], empty) if rank == 0 else (empty, received[number])
-            message = Message(chunk, 1 - rank, chunk, 1 - rank)
-            transport.begin([Transfer(message, *pair)], "one way").wait_all()
-    return _recorded(backends, received, lambda: sent)
-
-
 def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], *functions: Any) -> Recorded:
     queues = [queue for backend in backends for queue in backend.queues]
     return Recorded(queues, [backend.one_hardware_queue() for backend in backends], backends, results, *functions)
@@ -142,10 +119,9 @@ FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
 ALL_REDUCES = ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_rs"]
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_every_state_of_two_ranks(chunks: int, symmetric: bool) -> None:
-    recorded = record(2, FOUR, chunks=chunks, symmetric=symmetric)
+def test_every_state_of_two_ranks(chunks: int) -> None:
+    recorded = record(2, FOUR, chunks=chunks)
     assert explore(recorded.queues) > 900
     ordered(recorded.queues)
 
@@ -159,26 +135,19 @@ def test_every_state_of_two_ranks(chunks: int, symmetric: bool) -> None:
     ],
 )
 def test_every_state_of_three_ranks(pattern: str, times: int) -> None:
-    """Four operations between symmetric buffers, without reduction; twice is the replay of a graph.
+    """Four operations, without reduction; twice is the replay of a graph.
 
     400,269, 817,427 and 56,269 states. Daily, persistent sets represent the direct pattern.
     """
-    queues = record(3, FOUR, rows=1, pattern=pattern, symmetric=True).queues
+    queues = record(3, FOUR, rows=1, pattern=pattern).queues
     assert explore(repeated(queues, times)) > 50_000
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_every_state_of_three_ranks_with_rings() -> None:
-    """Four operations: 4,455,494 states, 1.3 GB."""
-    assert explore(record(3, FOUR, rows=1).queues) > 4_000_000
-
-
 @pytest.mark.parametrize("pattern", ["direct", "ring"])
-@pytest.mark.parametrize(("symmetric", "times"), [(False, 1), (True, 1), (True, 2)])
-def test_every_order_of_three_ranks_by_persistent_sets(symmetric: bool, times: int, pattern: str) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_every_order_of_three_ranks_by_persistent_sets(times: int, pattern: str) -> None:
     """Four operations; twice is the replay of a graph. Without an error one order represents all: 166 to 361 states."""
-    queues = repeated(record(3, FOUR, rows=1, ring_bytes=2048, pattern=pattern, symmetric=symmetric).queues, times)
+    queues = repeated(record(3, FOUR, rows=1, pattern=pattern).queues, times)
     assert explore(queues, reduced=True) == 1 + sum(len(queue.steps) for queue in queues)
 
 
@@ -192,31 +161,26 @@ def verdict(search: Callable[[], object]) -> str:
 
 
 MUTANTS = [
-    each
-    for each in load()
-    if each.file.endswith(("copies.py", "rings.py")) and "tests/comm/test_copy_protocol.py" in each.tests
+    each for each in load() if each.file.endswith("copies.py") and "tests/comm/test_copy_protocol.py" in each.tests
 ]
 
 
-def test_the_reduction_finds_the_mutants_that_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mutant of `copies.py` and `rings.py` on two ranks."""
+def test_the_reduction_finds_the_mutants_that_the_whole_search_finds() -> None:
+    """Every mutant of `copies.py` on two ranks."""
     found = set[tuple[str, int]]()
     for mutant in MUTANTS:
         module = ModuleType("mutant")
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         mutated = compile(source.replace(mutant.before, mutant.after), mutant.file, "exec", dont_inherit=True)
         exec(mutated, module.__dict__)
-        of_rings = mutant.file.endswith("rings.py")
-        monkeypatch.setattr(copies, "Rings", module.Rings if of_rings else Rings)
-        transport = CopyTransport if of_rings else module.CopyTransport
-        for symmetric, pattern, chunks in ((True, "direct", 2), (True, "ring", 1), (False, "direct", 1)):
+        for pattern, chunks in (("direct", 2), ("ring", 1)):
             try:
-                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, symmetric=symmetric, transport=transport)
+                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, transport=module.CopyTransport)
             except (TransportError, AssertionError):
                 continue
             whole = verdict(lambda recorded=recorded: explore(recorded.queues))
             reduced = verdict(lambda recorded=recorded: explore(recorded.queues, reduced=True))
-            assert bool(whole) == bool(reduced), (mutant, symmetric, pattern, whole, reduced)
+            assert bool(whole) == bool(reduced), (mutant, pattern, whole, reduced)
             found.add((whole, mutant.number))
     assert len({number for kind, number in found if kind}) >= 15
     assert {kind for kind, _ in found} == {"", "race", "deadlock", "lost"}
@@ -258,28 +222,19 @@ def test_the_reduction_and_the_clocks_agree_with_the_whole_search_on_random_prog
     assert min(found[kind] for kind in ("", "race", "deadlock", "lost")) > 50, found
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
-    ("size", "pattern", "rows", "ring_bytes"),
-    [
-        (2, "ring", 2, 1024),
-        (3, "direct", 3, 2048),
-        (3, "ring", 2, 2048),
-        (4, "direct", 2, 65536),
-        (4, "ring", 2, 2048),
-        (8, "direct", 2, 1024),
-    ],
+    ("size", "pattern", "rows"),
+    [(2, "ring", 2), (3, "direct", 3), (3, "ring", 2), (4, "direct", 2), (4, "ring", 2), (8, "direct", 2)],
 )
-def test_every_order_of_more_ranks(size: int, pattern: str, rows: int, ring_bytes: int, symmetric: bool) -> None:
-    ordered(record(size, FOUR, pattern=pattern, rows=rows, ring_bytes=ring_bytes, symmetric=symmetric).queues)
+def test_every_order_of_more_ranks(size: int, pattern: str, rows: int) -> None:
+    ordered(record(size, FOUR, pattern=pattern, rows=rows).queues)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(("size", "pattern"), [(2, "direct"), (3, "ring"), (4, "direct"), (8, "direct")])
-def test_one_hardware_queue_has_no_deadlock(size: int, pattern: str, symmetric: bool) -> None:
-    """All queues of a rank run as one, in the order of the calls; rings hold the messages of one operation."""
+def test_one_hardware_queue_has_no_deadlock(size: int, pattern: str) -> None:
+    """All queues of a rank run as one, in the order of the calls."""
     ops = [*FOUR, "gemm_ar", "ag_gemm", "gemm_ar"] if pattern == "direct" else FOUR
-    recorded = record(size, ops, pattern=pattern, ring_bytes=8192, symmetric=symmetric, device="cuda")
+    recorded = record(size, ops, pattern=pattern, device="cuda")
     ordered(recorded.hardware_queues)
 
 
@@ -295,14 +250,6 @@ def test_a_wait_for_several_messages_sends_before() -> None:
         gather._p2p_work.wait(*range(len(plan.messages)))
         gather.finish()
     ordered([backend.one_hardware_queue() for backend in backends])
-
-
-def test_a_ring_that_is_too_small_for_one_hardware_queue() -> None:
-    """Both ranks would wait for an acknowledgement that the other has enqueued behind the same wait."""
-    with pytest.raises(ProtocolError, match="deadlock"):
-        ordered(record(2, ["gemm_ar"], rows=8, ring_bytes=1024).hardware_queues)
-    with pytest.raises(TransportError, match="an earlier one is not yet received"):
-        record(2, ["gemm_ar"], rows=8, ring_bytes=1024, device="cuda")
 
 
 def test_what_a_call_enqueues() -> None:
@@ -330,28 +277,26 @@ def test_what_a_call_enqueues() -> None:
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:
-    recorded = record(3, ["ag_gemm", "gemm_rs"], symmetric=True)
+    recorded = record(3, ["ag_gemm", "gemm_rs"])
     copies = [sum(bool(step.writes) for step in queue.steps) for queue in recorded.queues if "copies" in queue.name]
     sending, receiving = 2 * 2, 0
     assert copies == [sending, receiving] * 3
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_order_of_all_reduces(size: int, symmetric: bool) -> None:
-    ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1, symmetric=symmetric).queues)
+def test_every_order_of_all_reduces(size: int) -> None:
+    ordered(record(size, ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_ar"], rows=1).queues)
 
 
 def test_every_order_of_a_replayed_all_reduce() -> None:
-    queues = record(2, ["gemm_ar", "gemm_rs"], rows=1, symmetric=True).queues
+    queues = record(2, ["gemm_ar", "gemm_rs"], rows=1).queues
     assert explore(repeated(queues, 2)) > 1000
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_in_a_random_order(size: int, seed: int, symmetric: bool) -> None:
-    recorded = record(size, [*FOUR, "gemm_ar"], rows=1, symmetric=symmetric)
+def test_results_in_a_random_order(size: int, seed: int) -> None:
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=1)
     for result in recorded.results:
         result.fill_(float("nan"))
     play(recorded.queues, random.Random(seed).randrange)
@@ -362,7 +307,7 @@ def test_results_in_a_random_order(size: int, seed: int, symmetric: bool) -> Non
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_replays(size: int, pattern: str, ops: list[str]) -> None:
     """A replayed CUDA graph enqueues the same steps again: each operation leaves all flags as it found them."""
-    queues = record(size, ops, rows=1, pattern=pattern, symmetric=True).queues
+    queues = record(size, ops, rows=1, pattern=pattern).queues
     if size == 2 and ops == FOUR:
         assert explore(repeated(queues, 2)) > 1000
     ordered(repeated(queues, 3))
@@ -373,7 +318,7 @@ def test_every_order_of_replays(size: int, pattern: str, ops: list[str]) -> None
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_of_a_hundred_replays(size: int, chunks: int) -> None:
-    recorded = record(size, [*FOUR, "gemm_ar"], rows=chunks, chunks=chunks, symmetric=True)
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=chunks, chunks=chunks)
     order = random.Random(size)
     for step in range(100):
         recorded.set_input(step)
@@ -396,7 +341,7 @@ CAPTURED = pytest.mark.parametrize(
 @CAPTURED
 def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int, ops: list[str]) -> None:
     """CUDA refuses a graph with work that does not end in the stream of the capture."""
-    recorded = record(size, ops, rows=chunks, pattern=pattern, chunks=chunks, symmetric=True, captured=True)
+    recorded = record(size, ops, rows=chunks, pattern=pattern, chunks=chunks, captured=True)
     assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
 
 
@@ -407,7 +352,7 @@ def test_a_captured_graph_on_one_hardware_queue(
 ) -> None:
     """CUDA may run the steps of a graph in any order that keeps their dependencies."""
     settings = {"rows": chunks, "pattern": pattern, "chunks": chunks, "device": device}
-    recorded = record(size, ops, symmetric=True, captured=True, **settings)
+    recorded = record(size, ops, captured=True, **settings)
     ordered(recorded.queues)
 
     def first(wanted: Callable[[Step], object]) -> Callable[[list[Step]], int]:
@@ -421,7 +366,7 @@ def test_a_captured_graph_on_one_hardware_queue(
 
 
 def test_results_of_captured_replays() -> None:
-    recorded = record(3, [*FOUR, "gemm_ar"], rows=1, symmetric=True, captured=True)
+    recorded = record(3, [*FOUR, "gemm_ar"], rows=1, captured=True)
     for step in range(10):
         recorded.set_input(step)
         play(recorded.queues, random.Random(step).randrange)
@@ -452,46 +397,35 @@ def test_a_captured_operation_marks_the_buffers() -> None:
     assert transport.buffer_pool.captured
 
 
-def test_rings_and_new_buffers_are_not_captured() -> None:
-    x, weight = torch.ones(2, 64), torch.ones(64, 64)
-    backends = [RecordedBackend(0, 2, {}) for _ in range(2)]
-    rings, new = CopyTransport(backends[0], symmetric=False), CopyTransport(backends[1])
-    for backend in backends:
-        backend.begin_capture()
-    with torch.no_grad():
-        with pytest.raises(TransportError, match="a message is not between symmetric buffers"):
-            all_gather_linear(x, weight, group=rings)
-        with pytest.raises(TransportError, match="forward and backward with the same shapes before the capture"):
-            all_gather_linear(x, weight, group=new)
+def test_new_buffers_are_not_captured() -> None:
+    x, weight, backend = torch.ones(2, 64), torch.ones(64, 64), RecordedBackend(0, 2, {})
+    transport = CopyTransport(backend)
+    backend.begin_capture()
+    error = "forward and backward with the same shapes before the capture"
+    with torch.no_grad(), pytest.raises(TransportError, match=error):
+        all_gather_linear(x, weight, group=transport)
 
 
-@pytest.mark.parametrize(
-    ("messages", "num_bytes", "ring_bytes"), [(5, 512, 1024), (7, 700, 2048), (6, 256, 512), (600, 256, 1 << 20)]
-)
-def test_the_sender_waits_for_bytes_and_flags_in_use(messages: int, num_bytes: int, ring_bytes: int) -> None:
-    recorded = record_one_way(messages, num_bytes, ring_bytes=ring_bytes)
-    if messages < 100:
-        assert explore(recorded.queues) > 20
-    ordered(recorded.queues)
-    play(recorded.queues, lambda ready: 0)
-    play(recorded.queues, lambda ready: ready - 1)
-    assert recorded.is_right()
-
-
-def test_a_flag_in_use_is_not_set_again() -> None:
-    """Message 257 has the flag of message 1, which is not ready: its receiver would read too early."""
-    transport = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=1 << 20)
-    empty, chunk, content = torch.empty(0, dtype=torch.uint8), Chunk(0, 0), torch.zeros(256, dtype=torch.uint8)
-    transport.begin([Transfer(Message(chunk, 1, chunk, 1, after_work=1), content, empty)], "not ready")
+def test_messages_land_in_symmetric_buffers() -> None:
+    """Any other message is an error that names it, before the ranks wait for each other."""
+    transport, chunk, content = CopyTransport(RecordedBackend(0, 2, {})), Chunk(0, 0), torch.zeros(4)
     message = Message(chunk, 1, chunk, 1)
-    for _ in range(255):
-        transport.begin([Transfer(message, content, empty)], "ready")
-    with pytest.raises(TransportError, match="an earlier one is not ready"):
-        transport.begin([Transfer(message, content, empty)], "ready")
+    buffer = transport.buffer_pool.take("received", (4,), content, symmetric=True)
+    ordinary = [Transfer(message, content, buffer), Transfer(message, content, buffer, lands=torch.zeros(4))]
+    second_tensor = Transfer(message, content, buffer, (content,), (buffer,), lands=buffer)
+    for transfer in (*ordinary, second_tensor):
+        with pytest.raises(TransportError, match=r"^one: cannot send message 0 .* to rank 1: it lands in no symmetric"):
+            transport.begin([transfer], "one")
+    empty = torch.empty(0)
+    transport.begin([Transfer(message, empty, empty)], "nothing").wait_all()
 
 
-def test_a_piece_ends_inside_the_ring() -> None:
-    ring = CopyTransport(RecordedBackend(0, 2, {}), ring_bytes=2048, symmetric=False).rings.sent[1]
-    pieces = [piece for _ in range(9) for piece in ring.pieces([torch.zeros(700, dtype=torch.uint8)])]
-    assert [piece.place for piece in pieces[:4]] == [0, 768, 0, 768]
-    assert all(piece.place + piece.content.numel() <= 2048 for piece in pieces)
+def test_an_operation_has_a_limited_number_of_messages() -> None:
+    transport, chunk, content = CopyTransport(RecordedBackend(0, 2, {})), Chunk(0, 0), torch.zeros(1)
+    buffer = transport.buffer_pool.take("received", (1,), content, symmetric=True)
+    transfers = [Transfer(Message(chunk, 1, chunk, 1), content, buffer, lands=buffer)] * (MAX_FLAGS + 1)
+    transport.begin(transfers[1:], "many")
+    with pytest.raises(
+        TransportError, match=f"^many: more than {MAX_FLAGS} messages between two ranks; use fewer chunks"
+    ):
+        transport.begin(transfers, "many")

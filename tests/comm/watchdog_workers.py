@@ -27,22 +27,20 @@ class Late:
     """What the last rank does late in each call after the first.
 
     Attributes:
-        symmetric: messages are between symmetric buffers, not through rings.
         seconds: of lateness.
         copy: number of its late copy in the call; None: it begins late.
         calls: number of late calls.
     """
 
-    symmetric: bool
     seconds: float
     copy: int | None = None
     calls: int = 1
 
 
-def _transport(group: dist.ProcessGroup, *, symmetric: bool, ring_bytes: int = 1 << 16) -> CopyTransport:
+def _transport(group: dist.ProcessGroup) -> CopyTransport:
     backend = CpuBackend(HostGroup(group))
     backend.ranks = range(10, 10 + backend.size)
-    return CopyTransport(backend, TransportOptions(timeout_s=DEADLINE_S), ring_bytes=ring_bytes, symmetric=symmetric)
+    return CopyTransport(backend, TransportOptions(timeout_s=DEADLINE_S))
 
 
 def _late_copies(queue: Any, late: Late) -> None:
@@ -69,7 +67,7 @@ def _failure(transport: CopyTransport) -> str:
 
 def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, str, bool]:
     """Return what a rank prints, the error of its next operation, and whether its results are right."""
-    transport = _transport(group, symmetric=late.symmetric)
+    transport = _transport(group)
     last = transport.rank == transport.size - 1
     plan = LinearPlan(pattern="direct", chunks_per_rank=2)
     x, weight = torch.full((4, 8), float(transport.rank)), torch.eye(8)
@@ -91,29 +89,13 @@ def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, 
     return printed.getvalue(), failure, right
 
 
-def send_to_a_rank_that_takes_nothing(group: dist.ProcessGroup) -> str:
-    """Rank 0 sends more than the ring of rank 1 holds. Return what it prints."""
-    transport = _transport(group, symmetric=False, ring_bytes=512)
-    empty, content = torch.empty(0, dtype=torch.uint8), torch.ones(256, dtype=torch.uint8)
-    with redirect_stderr(io.StringIO()) as printed:
-        if transport.rank == 1:
-            time.sleep(2.5 * DEADLINE_S)
-        for number in range(3):
-            chunk = Chunk(0, number)
-            pair = (content, empty) if transport.rank == 0 else (empty, torch.zeros_like(content))
-            transport.begin([Transfer(Message(chunk, 1, chunk, 0), *pair)], "one way").wait_all()
-    dist.barrier(group)
-    transport.close()
-    return printed.getvalue()
-
-
 def threads_after_close(group: dist.ProcessGroup) -> list[str]:
     """The threads of watchdogs while a transport is open, and after it is closed."""
 
     def names() -> list[str]:
         return [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
 
-    transport = _transport(group, symmetric=True)
+    transport = _transport(group)
     found = names()
     dist.barrier(group)
     transport.close()

@@ -59,10 +59,10 @@ class _PoisonedHeap(HeapPool):
         return super().take(name, shape, like, symmetric=symmetric).fill_(float("nan"))
 
 
-def device_copies(ranks: HostGroup, *, on_device: bool = True, ring_bytes: int = 16384) -> CopyTransport:
+def device_copies(ranks: HostGroup, *, on_device: bool = True) -> CopyTransport:
     """A copy transport in host memory that behaves as on a device. Its buffers hold NaN until a message arrives."""
     backend = CpuBackend(ranks)
-    copies = CopyTransport(backend, ring_bytes=ring_bytes)
+    copies = CopyTransport(backend)
     copies.buffer_pool = copies._heap = _PoisonedHeap(backend)
     copies.copy_engines = copies.on_device = on_device
     return copies

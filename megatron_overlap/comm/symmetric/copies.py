@@ -3,12 +3,10 @@
 A queue waits for a flag in memory without a kernel (`backend.Queue`), and clears it, so an operation enqueues the same
 steps every time.
 
-- A message between symmetric buffers (`Transfer.lands`) is one copy, from the tensor of the sender to that of the
-  receiver. When an operation begins, the receiver sets a flag at each sender, after the present work of its computing
-  queue: that no longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which
-  the computing queue of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a
-  buffer.
-- Any other message passes through a ring of the pair (`rings`).
+Every message lands in a symmetric buffer of the receiver (`Transfer.lands`). It is a copy of each of its tensors. When
+an operation begins, the receiver sets a flag at each sender, after the present work of its computing queue: that no
+longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which the computing queue
+of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
 
 A rank has one queue of sends and one of receives beside its computing queue. Sends run in the order of the plan, so
 each uses the whole link.
@@ -16,9 +14,9 @@ each uses the whole link.
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock.
 
-A CUDA graph may capture operations between symmetric buffers, because they leave all flags as they found them. It keeps
-the dependencies of steps, and not the order of their calls: during a capture every wait therefore depends on all flags
-that this rank sets earlier in the program. Not yet run on several GPUs.
+A CUDA graph may capture operations, because they leave all flags as they found them. It keeps the dependencies of
+steps, and not the order of their calls: during a capture every wait therefore depends on all flags that this rank sets
+earlier in the program. Not yet run on several GPUs.
 
 Queues note in host memory for which message they wait (`backend.Waits`). A `Watchdog` reads the notes, and names the
 message and the peer when no queue has moved for the deadline.
@@ -35,39 +33,42 @@ import torch
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import FlagStep, SymmetricBackend, Wait, Waits
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
-from megatron_overlap.comm.symmetric.rings import Piece, Rings
-from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
+from megatron_overlap.comm.transport import (
+    DEFAULT_OPTIONS,
+    Exchange,
+    Transfer,
+    TransportError,
+    TransportOptions,
+    message_text,
+)
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.schedules.plan import Message
 
 
 @dataclass(slots=True)
 class _Message:
-    """A message, and the prepared steps of one between symmetric buffers.
+    """A message and its prepared steps.
 
     Attributes:
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        sends, recvs: the tensors; of a message between symmetric buffers one or none.
-        own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
-        lands: the tensor of the receiver; None for a message through a ring.
+        sends: the tensors; none if there are no bytes.
+        own_rows: start and stop of `sends` in the own rows of a call; None: the tensors are those of `sends`.
+        lands: the tensors of the receiver.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
         sent: sets the flag of the receiver.
-        flag: the wait for the flag; None if the message has no bytes or passes through a ring.
-        received: it waits for the flag.
+        flag: the wait for the flag; None if this rank receives no bytes.
     """
 
     plan: Message
     after_work: int
     not_before: int
     sends: tuple[torch.Tensor, ...]
-    recvs: tuple[torch.Tensor, ...]
     own_rows: tuple[int, int] | None = None
-    lands: torch.Tensor | None = None
+    lands: tuple[torch.Tensor, ...] = ()
     free: object | None = None
     sent: object | None = None
     flag: FlagStep | None = None
-    received: object | None = None
 
 
 @dataclass(slots=True)
@@ -75,10 +76,8 @@ class _Messages:
     """The messages of operation `op`, in the order of the plan.
 
     Attributes:
-        through_ring: whether a message passes through a ring: the operation is prepared again each time.
-        buffers_are_free: sets the flags of the senders; None without messages between symmetric buffers.
-        waits_together: no message passes through a ring or `forwards`: one call of the driver may wait for several.
-        received: waits for the flags of several messages, by their numbers.
+        buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
+        received: waits for the flags of messages, by their numbers; None without flags.
         runs_of_own: start and stop of consecutive own rows of a call, of which each message sends one run.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
@@ -86,10 +85,8 @@ class _Messages:
 
     op: str
     all: list[_Message] = field(default_factory=list)
-    through_ring: bool = False
     buffers_are_free: object | None = None
-    waits_together: bool = False
-    received: dict[tuple[int, ...], object] = field(default_factory=dict)
+    received: dict[tuple[int, ...], object | None] = field(default_factory=dict)
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
@@ -101,32 +98,19 @@ class CopyTransport:
     Args:
         backend: symmetric memory of the ranks; the transport closes it.
         options: deadline of a wait, and flight recorder. Without a deadline there is no watchdog.
-        ring_bytes: of `Rings`.
-        symmetric: messages between symmetric buffers do not pass through rings; the same on every rank.
-
-    Raises:
-        ValueError: `ring_bytes` is below 512.
     """
 
     prepares = capturable = True
     collectives = None
 
-    def __init__(
-        self,
-        backend: SymmetricBackend,
-        options: TransportOptions = DEFAULT_OPTIONS,
-        *,
-        ring_bytes: int | None = None,
-        symmetric: bool = True,
-    ) -> None:
+    def __init__(self, backend: SymmetricBackend, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.backend, self.rank, self.size = backend, backend.rank, backend.size
         self.exposed_s = 0.0
         self.copy_engines = self.on_device = backend.device.type == "cuda"
-        self._heap = HeapPool(backend) if symmetric else None
-        self.buffer_pool = self._heap or BufferPool()
+        self._heap = HeapPool(backend)
+        self.buffer_pool: BufferPool = self._heap
         self.sending, self.receiving = backend.queue(), backend.queue()
         self.waits = Waits(on_device=self.on_device)
-        self.rings = Rings(backend, ring_bytes, self.sending, self.receiving, self.waits)
         self._num_begun = 0
         # What the watchdog has found. Every later operation raises it.
         self.broken: TransportError | None = None
@@ -137,6 +121,11 @@ class CopyTransport:
             self._watchdog = Watchdog(options.timeout_s, self._waiting, self._report)
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> "CopyP2PWork":
+        """See `Transport.begin`.
+
+        Raises:
+            TransportError: a message lands in no symmetric buffer, there are too many, or an earlier one was late.
+        """
         if self.broken is not None:
             raise self.broken
         self._num_begun += 1
@@ -144,15 +133,15 @@ class CopyTransport:
         messages: _Messages | None = None if repeated is None else repeated.prepared.get(op)
         if messages is None:
             messages = self._prepared(transfers, own, op)
-            if repeated is not None and not messages.through_ring:
+            if repeated is not None:
                 repeated.prepared[op] = messages
         captured = self.backend.is_capturing()
         if captured:
-            self._begin_captured(messages, op)
+            self._heap.captured = True
+            # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
+            self.waits.count_replay(self.backend.computing)
         begun = self.backend.computing.mark()
         work = CopyP2PWork(self, messages, own, begun, captured)
-        if messages.through_ring:
-            self.rings.begin(work)
         into = transfers.into if isinstance(transfers, Exchange) else None
         if messages.buffers_are_free is not None or into is not None:
             # Beside the computation: on a device each flag is a copy.
@@ -168,76 +157,68 @@ class CopyTransport:
         work.mark_ready(0)
         return work
 
-    def _begin_captured(self, messages: _Messages, op: str) -> None:
-        if messages.through_ring or self._heap is None:
-            raise TransportError(
-                f"{op}: a CUDA graph is being captured, and a message is not between symmetric buffers; run the "
-                "operation outside the graph"
-            )
-        self._heap.captured = True
-        # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
-        self.waits.count_replay(self.backend.computing)
-
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
-        """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(op, marks=[0]), self.backend.computing, self.sending
+        repeats = isinstance(transfers, Exchange)
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
         awaited = list[tuple[_Message, list[FlagStep]]]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
-            recvs = (transfer.recv, *transfer.extra_recv) if transfer.recv.numel() else ()
-            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0, sends, recvs)
+            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0, sends)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
             messages.forwards = messages.forwards or plan.after_message is not None
-            buffer = self._buffer_between(transfer)
-            to, source = (plan.to, id(buffer)), (plan.source, id(buffer))
-            # At each message of a plan, a rank has sent as many to `to` as it has received from `source`.
-            if buffer is None or num_sent[to] == MAX_FLAGS or num_received[source] == MAX_FLAGS:
-                messages.through_ring = messages.through_ring or bool(sends or recvs)
+            if not sends and not transfer.recv.numel():
                 continue
-            words = buffer.words
+            buffer = self._buffer_of(transfer, index, op)
+            words, to, source = buffer.words, (plan.to, id(buffer)), (plan.source, id(buffer))
             if sends:
                 message.own_rows = None if own is None else _rows_of(own, transfer.send)
                 if message.own_rows is not None:
                     message.sends = ()  # they must not keep the own rows of this call
                 assert transfer.lands is not None
-                message.lands = _at(buffer.data[plan.to], transfer.lands)
+                places = (transfer.lands, *transfer.extra_lands)
+                message.lands = tuple(_at(buffer.data[plan.to], place) for place in places)
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
-                    note = self.waits.note(Waits.SENDING, wait, repeats=True)
+                    note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
-            if recvs:
+            if transfer.recv.numel():
                 flag = buffer.flag(plan.source, num_received[source])
-                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=True)
+                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=repeats)
                 message.flag = FlagStep(words[self.rank], flag, False, note)
-                message.received = computing.prepare([message.flag])
                 if not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
+        if max((*num_sent.values(), *num_received.values()), default=0) > MAX_FLAGS:
+            raise TransportError(f"{op}: more than {MAX_FLAGS} messages between two ranks; use fewer chunks")
         if all(message.after_work for message, _ in awaited):
             # The work before the first message hides the waits: one call of the driver.
             awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
         for message, steps in awaited:
             message.free = sending.prepare(steps)
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
-        messages.waits_together = not (messages.through_ring or messages.forwards)
+        flags = {(index,): [each.flag] for index, each in enumerate(messages.all) if each.flag is not None}
+        messages.received = {numbers: computing.prepare(steps) for numbers, steps in flags.items()}
         messages.marks = sorted(set(messages.marks))
         if own is not None:
             sent = [message.own_rows for message in messages.all if message.own_rows is not None]
             messages.runs_of_own = list(pairwise(sorted({0, own.shape[0], *chain.from_iterable(sent)})))
         return messages
 
-    def _buffer_between(self, transfer: Transfer) -> SymmetricBuffer | None:
-        """The symmetric buffer in which `transfer` lands; None for a message through the ring."""
-        if self._heap is None or transfer.lands is None or transfer.extra_send or transfer.extra_recv:
-            return None
-        return self._heap.buffer_of(transfer.lands)
+    def _buffer_of(self, transfer: Transfer, number: int, op: str) -> SymmetricBuffer:
+        """The symmetric buffer in which message `number` lands."""
+        complete = transfer.lands is not None and len(transfer.extra_lands) == len(transfer.extra_send)
+        buffer = self._heap.buffer_of(transfer.lands) if complete and transfer.lands is not None else None
+        if buffer is None:
+            what = message_text(transfer.message, number, self.backend.ranks, sends=transfer.send.numel() > 0)
+            raise TransportError(f"{op}: cannot {what}: it lands in no symmetric buffer; use overlap.transport: nccl")
+        return buffer
 
     def _waiting(self) -> tuple[int, ...] | None:
         """The waits of the queues and the operations begun and replayed; None if no queue waits for a peer."""
@@ -264,7 +245,6 @@ class CopyTransport:
         if self._watchdog is not None:
             self._watchdog.close()
         self.buffer_pool.clear()
-        self.rings.close()
         self.backend.close()
 
 
@@ -291,17 +271,9 @@ class CopyP2PWork:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
         self._runs_of_own = messages.runs_of_own
         self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._waits_for = messages.received if messages.waits_together else None
+        self._waits_for = messages.received
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
-        self._pieces_to_send: list[list[Piece]] = []
-        self._pieces_to_receive: list[list[Piece]] = []
-        for message in messages.all if messages.through_ring else ():
-            sends = message.sends if message.sent is None else ()
-            recvs = message.recvs if message.received is None else ()
-            to_send, to_receive = transport.rings.pieces(message.plan, sends, recvs)
-            self._pieces_to_send.append(to_send)
-            self._pieces_to_receive.append(to_receive)
         self._captured, self._num_sent = captured, 0
         self._received, self._num_waited = [False] * self._num_messages, 0
         # Positions of the computing queue, by the work done there, and the number of those that are taken.
@@ -314,14 +286,6 @@ class CopyP2PWork:
         self._sent: object | None = None
         # The position of the receiving queue after the copy of the own rows.
         self.own_copied: object | None = None
-
-    @property
-    def has_more_to_send(self) -> bool:
-        return self._num_sent < self._num_messages
-
-    def send_ready(self) -> None:
-        while self.has_more_to_send and self._may_send():
-            self._send_next()
 
     def mark_ready(self, work_done: int) -> None:
         if self._num_sent < self._num_messages:
@@ -347,34 +311,36 @@ class CopyP2PWork:
                 return
             self._send_next()
 
+    def _send_before(self, stop: int) -> None:
+        """Enqueues the sends that are ready, up to message `stop`, also before the work that hides them."""
+        while self._num_sent < stop and self._may_send():
+            self._send_next()
+
+    def _may_send(self) -> bool:
+        message = self._messages[self._num_sent]
+        forwarded = message.plan.after_message
+        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+
     def _send_next(self) -> None:
         number, queue = self._num_sent, self._sending
         self._num_sent = number + 1
         message = self._messages[number]
-        if message.lands is not None:
+        if message.lands:
             if message.free is not None:
                 queue.run(message.free)
-            self._order_sends(message)
-            source = message.sends[0] if message.own_rows is None else self._rows_of_call(message.own_rows)
-            queue.copy(message.lands, source)
+            # After the work that produces it.
+            forwards = self._forwards and message.plan.after_message is not None
+            mark = self._computing.mark() if forwards else self._marks[message.after_work]
+            if mark is not self._sends_after:
+                queue.after(mark)
+                self._sends_after = mark
+            sends = message.sends if message.own_rows is None else (self._rows_of_call(message.own_rows),)
+            for lands, send in zip(message.lands, sends, strict=True):
+                queue.copy(lands, send)
             queue.run(message.sent)
-            self._has_sent = True
-        elif self._pieces_to_send and (pieces := self._pieces_to_send[number]):
-            self._order_sends(message)
-            wait = Wait(self._op, number, message.plan, "it has not taken an earlier message")
-            for piece in pieces:
-                self._transport.rings.send(self, wait, piece)
             self._has_sent = True
         if self._num_sent == self._num_messages and self._has_sent:
             self._sent = queue.mark()
-
-    def _order_sends(self, message: _Message) -> None:
-        """Order later sends after the work that produces this one."""
-        forwards = self._forwards and message.plan.after_message is not None
-        mark = self._computing.mark() if forwards else self._marks[message.after_work]
-        if mark is not self._sends_after:
-            self._sending.after(mark)
-            self._sends_after = mark
 
     def _rows_of_call(self, rows: tuple[int, int]) -> torch.Tensor:
         assert self._own is not None
@@ -390,79 +356,52 @@ class CopyP2PWork:
         return False
 
     def wait(self, *messages: int) -> None:
-        if self._waits_for is not None and len(messages) > 1 and not any(self._received[each] for each in messages):
-            self._wait_together(messages)
-        else:
-            for message in messages:
-                self._wait(message)
-
-    def _wait_together(self, messages: tuple[int, ...]) -> None:
-        """Waits for messages between symmetric buffers in one call of the driver."""
-        assert self._waits_for is not None
-        last = max(messages)
-        while self._num_sent <= last and self._may_send():
-            self._send_next()
-        received = self._waits_for.get(messages)
-        if received is None:
-            flags = [flag for flag in (self._messages[each].flag for each in messages) if flag is not None]
-            received = self._waits_for[messages] = self._computing.prepare(flags)
-        for each in messages:
-            self._received[each] = True
-        self._num_waited += len(messages)
-        if self._captured:
-            self._computing.after(self._sending.mark())
-        try:
-            self._computing.run(received)
-        except TransportError as error:
-            raise self._not_received(error) from error
-        if last == self._num_messages - 1 and not self.has_more_to_send:
-            self._wait_sends()
-
-    def _wait(self, message: int) -> None:
-        # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
-        while self._num_sent <= message and self._may_send():
-            self._send_next()
-        if self._received[message]:
+        if not self._forwards:
+            self._wait(messages)
             return
-        self._received[message] = True
-        self._num_waited += 1
-        received = self._messages[message].received
-        try:
-            if received is not None:
-                if self._captured:
-                    self._computing.after(self._sending.mark())
-                self._computing.run(received)
-            elif self._pieces_to_receive and (pieces := self._pieces_to_receive[message]):
-                wait = Wait(self._op, message, self._messages[message].plan)
-                self._transport.rings.receive(wait, pieces, self._marks[0])
-        except TransportError as error:
-            raise self._not_received(error, message) from error
-        if self._pieces_to_send:
-            self._transport.rings.was_received(self._messages[message].plan.to, self._pieces_to_send[message])
-        if self._forwards:
+        for message in messages:
+            self._wait((message,))
             self._send_placed(self._work_done, self._work_done)
-        if message == self._num_messages - 1 and not self.has_more_to_send:
+
+    def _wait(self, messages: tuple[int, ...]) -> None:
+        """Waits for messages in one call of the driver."""
+        last = max(messages, default=-1)
+        # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
+        self._send_before(last + 1)
+        waiting = tuple(each for each in messages if not self._received[each])
+        if not waiting:
+            return
+        for each in waiting:
+            self._received[each] = True
+        self._num_waited += len(waiting)
+        if waiting not in self._waits_for:
+            flags = [flag for flag in (self._messages[each].flag for each in waiting) if flag is not None]
+            self._waits_for[waiting] = self._computing.prepare(flags) if flags else None
+        received = self._waits_for[waiting]
+        if received is not None:
+            if self._captured:
+                self._computing.after(self._sending.mark())
+            try:
+                self._computing.run(received)
+            except TransportError as error:
+                raise self._not_received(error) from error
+        if last == self._num_messages - 1 and self._num_sent == self._num_messages:
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
             self._wait_sends()
 
-    def _not_received(self, error: TransportError, message: int | None = None) -> TransportError:
-        ranks, peer, what = self._transport.backend.ranks, -1, "its messages"
-        if message is not None:
-            peer = ranks[self._messages[message].plan.source]
-            what = f"message {message} from rank {peer}"
-        text = f"{self._op}: rank {ranks[self._transport.rank]} could not receive {what}"
-        return TransportError(f"{text}: {error}", peer=peer)
-
-    def _may_send(self) -> bool:
-        message = self._messages[self._num_sent]
-        forwarded = message.plan.after_message
-        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+    def _not_received(self, error: TransportError) -> TransportError:
+        """The error of a failed wait: on a host the queue names the message."""
+        ranks, waits = self._transport.backend.ranks, self._transport.waits
+        found = waits.of(waits.numbers()[Waits.COMPUTING :])
+        what = found[0].text(ranks) if found else "receive its messages"
+        text = f"{self._op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
+        return TransportError(text, peer=ranks[found[0].peer] if found else -1)
 
     def wait_all(self) -> None:
         if self._num_waited < self._num_messages:
             self.wait(*(each for each in range(self._num_messages) if not self._received[each]))
-        self.send_ready()
-        assert not self.has_more_to_send, "a message was never marked ready"
+        self._send_before(self._num_messages)
+        assert self._num_sent == self._num_messages, "a message was never marked ready"
         self._wait_sends()
         if self.own_copied is not None:
             self._computing.after(self.own_copied)

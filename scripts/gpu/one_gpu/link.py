@@ -95,7 +95,7 @@ class HostPeersTransport(CopyTransport):
     """Sends to the host, and receives what `sent_by` returns for a message."""
 
     def __init__(self, backend: HostPeers, sent_by: Callable[[Message], torch.Tensor]) -> None:
-        super().__init__(backend, ring_bytes=1 << 16)  # type: ignore[arg-type]
+        super().__init__(backend)  # type: ignore[arg-type]
         self.sent_by = sent_by
         self.share = 1
         self.arrival_s = 0.0

@@ -26,7 +26,6 @@ Linear = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 """`linear(op, x, w)`, differentiable. `ag`: `all_gather(x) @ w.T`; `rs`: `reduce_scatter(x @ w.T)`."""
 OLDEST_NCCL = 2, 28
 """The first release whose collectives can use copy engines."""
-DRY_RING_BYTES = 1 << 16
 FAILURES = RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, OSError
 """What methods raise where a machine cannot run them."""
 
@@ -297,9 +296,7 @@ def _p2p(node: Node) -> Linear:
 
 def _p2p_copies(node: Node) -> Linear:
     if node.dry:
-        return _linear_of(
-            P2PMethod(CopyTransport(CpuBackend(HostGroup(node.group)), ring_bytes=DRY_RING_BYTES), LinearPlan())
-        )
+        return _linear_of(P2PMethod(CopyTransport(CpuBackend(HostGroup(node.group))), LinearPlan()))
     transport = open_copies(node.group)
     if isinstance(transport, str):
         raise UnavailableError(transport)

@@ -68,7 +68,7 @@ def against_reference(
     fused = isinstance(plan, FusedPlan)
     transport: Any = fused_transport(group, hosts) if fused else LateTransport(group) if late else transport_of(group)
     if copies:
-        transport = device_copies(HostGroup(group), ring_bytes=512)
+        transport = device_copies(HostGroup(group))
     size = dist.get_world_size(group)
     bits = b""
     for repeat in range(repeats):
@@ -100,7 +100,6 @@ def against_reference(
         bits += alike.float().numpy().tobytes()
     if copies:
         dist.barrier(group)
-        assert not any(ring._number for ring in transport.rings.sent.values()), "a message passed through a ring"
     if late or fused or copies:
         transport.close()
     return bits
