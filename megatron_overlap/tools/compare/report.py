@@ -13,10 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
-from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
-from megatron_overlap.tools.compare.traced_steps import breakdowns, timelines
+from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview
+from megatron_overlap.tools.compare.rounds import run_folder
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
@@ -35,17 +36,13 @@ class Row:
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
-    traced = any(run.exposed is not None for run in result.runs)
-    steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
     page = {
         "headline": headline(result),
         "attribution": attribution(result),
         "key_figures": key_figures(result),
         "rows": rows(result),
         "notes": notes(result),
-        "steps": steps,
-        "timeline": draw_timelines(steps) if steps else None,
-        "missing": missing,
+        "steps": [(run, run_folder(folder / RUNS_FOLDER, run.typical_step.round, run.name)) for run in result.runs],
         "breakdowns": [(part, draw_breakdown(part)) for part in breakdowns(result)],
         "ms": partial(_ms, form=",.1f"),
         "signed": partial(_ms, form="+,.1f"),
