@@ -220,9 +220,9 @@ def steps_of(found: RankEvents) -> list[tuple[int, int, int]]:
     return [(int(row["operation"]), int(row["start_ns"]), int(row["stop_ns"])) for row in rows]
 
 
-def merged[Time: float](intervals: Iterable[tuple[Time, Time]]) -> list[tuple[Time, Time]]:
+def merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the union of the intervals as disjoint intervals, in order."""
-    joined: list[tuple[Time, Time]] = []
+    joined: list[tuple[int, int]] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))

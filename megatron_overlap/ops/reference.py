@@ -1,20 +1,16 @@
-"""The plain programs that define the overlapped operations, forward and backward, in torch collectives and autograd."""
+"""The plain programs that define the overlapped linear operations, in torch collectives and autograd."""
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.ops.expert_parallel.experts import MLPExperts
 from megatron_overlap.schedules import SequenceLayout
-from megatron_overlap.schedules.expert_parallel import Counts
-from megatron_overlap.schedules.varlen import Plan as BatchPlan
-from megatron_overlap.schedules.varlen.rebalance import Rebalance
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _LinearMap(torch.autograd.Function):
+class LinearMap(torch.autograd.Function):
     """`run(x)` for a linear `run` on all ranks; backward is `adjoint(grad)`."""
 
     @staticmethod
@@ -29,7 +25,7 @@ class _LinearMap(torch.autograd.Function):
 
 def gather(own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
     """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
-    rows: torch.Tensor = _LinearMap.apply(
+    rows: torch.Tensor = LinearMap.apply(
         own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout)
     )
     return rows
@@ -83,37 +79,10 @@ def linear_reduce_scatter(
     """`reduce_scatter(x @ w_shard.T) + bias`."""
     layout = SequenceLayout.contiguous(x.shape[0], dist.get_world_size(group))
     partial = x @ w_shard.t()
-    y = _LinearMap.apply(
+    y = LinearMap.apply(
         partial, lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
     )
     return y if bias is None else y + bias
-
-
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, softmax_scale: float | None = None
-) -> torch.Tensor:
-    """`softmax(softmax_scale * q @ k.T + mask) @ v` per head, `[S, B, heads, D]`, with all scores in memory."""
-    grouped = [tensor.repeat_interleave(q.shape[2] // k.shape[2], dim=2).permute(1, 2, 0, 3) for tensor in (k, v)]
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = q.permute(1, 2, 0, 3) @ grouped[0].transpose(-1, -2) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool().to(q.device), float("-inf"))
-    return (scores.softmax(-1) @ grouped[1]).permute(2, 0, 1, 3)
-
-
-def attention_linear_reduce_scatter(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    w_shard: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-) -> torch.Tensor:
-    """`reduce_scatter(attention(q, k, v) @ w_shard.T)`."""
-    context = attention(q, k, v, causal=causal, softmax_scale=softmax_scale).flatten(2)
-    return linear_reduce_scatter(context, w_shard, group=group)
 
 
 def linear_all_reduce(
@@ -121,7 +90,7 @@ def linear_all_reduce(
 ) -> torch.Tensor:
     """`all_reduce(x @ w_shard.T) + bias`; `y` and its gradient are the same on all ranks."""
     # The gradient is the same on all ranks, so the adjoint of the sum is the identity.
-    y = _LinearMap.apply(x @ w_shard.t(), lambda partial: sum_over_ranks(partial, group), lambda grad: grad)
+    y = LinearMap.apply(x @ w_shard.t(), lambda partial: sum_over_ranks(partial, group), lambda grad: grad)
     return y if bias is None else y + bias
 
 
@@ -129,121 +98,6 @@ def copy_linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, *, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """`x @ w.T + bias`, where `x` is the same on all ranks: its gradient is the sum over them."""
-    copied = _LinearMap.apply(x, lambda same: same.view_as(same), lambda grad: sum_over_ranks(grad, group))
+    copied = LinearMap.apply(x, lambda same: same.view_as(same), lambda grad: sum_over_ranks(grad, group))
     y = copied @ w.t()
     return y if bias is None else y + bias
-
-
-def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    group: dist.ProcessGroup,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    layout: SequenceLayout | None = None,
-) -> torch.Tensor:
-    """`own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`."""
-    size = dist.get_world_size(group)
-    layout = layout or SequenceLayout.contiguous(q.shape[0] * size, size)
-    whole = (gather(tensor, group, layout) for tensor in (q, k, v))
-    y = attention(*whole, causal=causal, softmax_scale=softmax_scale)
-    return own_rows(y, layout, dist.get_rank(group))
-
-
-def all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """`all_to_all_single(x)` of rows; backward is the opposite one."""
-
-    def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        y = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(y, rows.contiguous(), received, sent, group=group)
-        return y
-
-    y: torch.Tensor = _LinearMap.apply(
-        x, lambda rows: exchange(rows, sent, received), lambda grad: exchange(grad, received, sent)
-    )
-    return y
-
-
-def expert_parallel(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    sent: Counts,
-    received: Counts,
-    experts: MLPExperts,
-    *,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """`all_to_all(experts(sort(all_to_all(x)), sort(all_to_all(probs))))`, each expert with the rows of all ranks."""
-    splits = [sum(counts) for counts in sent], [sum(counts) for counts in received]
-    sizes = [count for counts in received for count in counts]
-    pieces = [all_to_all(tensor, *splits, group).split(sizes) for tensor in (x, probs)]
-    num = len(experts.fc1)
-    results: list[torch.Tensor] = [x] * len(sizes)
-    for expert in range(num):
-        rows, weights = (torch.cat(each[expert::num]) for each in pieces)
-        activated = experts.activation(rows @ experts.fc1[expert].weight.t(), weights)
-        results[expert::num] = (activated @ experts.fc2[expert].weight.t()).split(sizes[expert::num])
-    return all_to_all(torch.cat(results), *splits[::-1], group)
-
-
-def windowed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: int | None = None
-) -> torch.Tensor:
-    """Causal attention of one document, `[L, heads, D]`. A query sees its own key and `window` keys before it."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
-    place = torch.arange(q.shape[0], device=q.device)
-    before = place[:, None] - place
-    hidden = (before < 0) if window is None else (before < 0) | (before > window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
-
-
-def places_of(plan: BatchPlan, index: int) -> tuple[SequenceLayout, dict[int, torch.Tensor]]:
-    """The layout of the rows of pass `index` in order of rank, and the row numbers of the tokens of each document."""
-    counts = plan.tokens(index)
-    parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    row = 0
-    for rank in range(len(counts)):
-        for document, start, stop in plan.pieces(index, rank):
-            parts.setdefault(document, []).append((start, torch.arange(row, row + stop - start)))
-            row += stop - start
-    places = {document: torch.cat([rows for _, rows in sorted(found)]) for document, found in parts.items()}
-    return SequenceLayout.of_lengths(counts), places
-
-
-def balanced_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: BatchPlan,
-    *,
-    index: int = 0,
-    group: dist.ProcessGroup,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """`own_rows(y)`: `y` is the causal attention of each document of pass `index` in `all_gather(q)`, k and v alike."""
-    layout, places = places_of(plan, index)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    whole = [gather(tensor, group, layout) for tensor in (q, k, v)]
-    y = torch.zeros_like(whole[0])
-    for rows in places.values():
-        document = windowed_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale, window=window)
-        y = y.index_copy(0, rows, document)
-    return own_rows(y, layout, dist.get_rank(group))
-
-
-def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) -> torch.Tensor:
-    """`all_gather(x)[rows]`, where `moves` defines the rows of this rank."""
-    rank = dist.get_rank(group)
-    layout, after = SequenceLayout.of_lengths(moves.before), moves.after[rank]
-    starts = [start for ((start, _),) in layout.runs]
-    picked = torch.zeros(after, dtype=torch.int64)
-    num_own = min(moves.before[rank], after)
-    picked[:num_own] = torch.arange(starts[rank], starts[rank] + num_own)
-    for move in moves.receives(rank):
-        first = starts[move.source]
-        picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)
-    return gather(x, group, layout)[picked.to(x.device)]

@@ -1,7 +1,7 @@
 """`megatron-overlap trace`: a Chrome trace of all ranks of a run, and a table of the exposed communication.
 
 The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread. The
-first part of this module puts the events of all ranks on the clock of rank 0 and pairs the messages; `compare` uses it.
+first part of this module puts the events of all ranks on the clock of rank 0 and pairs the messages.
 """
 
 import gzip

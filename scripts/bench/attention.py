@@ -22,8 +22,9 @@ from harness import Run, Timings, link_parser, rates_for, run_job, write_rows
 from linear_cases import LinearCase
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
-from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter, linear_reduce_scatter, reference
+from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.attention_projection import AttentionRows
+from tests.helpers import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "forward_backward")

@@ -28,8 +28,9 @@ from harness import Run, Timings, link_parser, run_rates
 
 from megatron_overlap.comm import Transport, destroy_process_groups, transport_of
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.ops import ExpertOptions, MLPExperts, Projection, expert_parallel, reference
+from megatron_overlap.ops import ExpertOptions, MLPExperts, Projection, expert_parallel
 from megatron_overlap.schedules.expert_parallel import Counts, expert_plan
+from tests.helpers import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "forward_backward")

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from megatron_overlap.tools.launch.netlab import Netlab
 from megatron_overlap.tools.launch.ranks import run_workers
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.helpers`
+
 Run = Callable[[], object]
 
 

@@ -27,11 +27,11 @@ from megatron_overlap.ops import (
     Projection,
     UlyssesPlan,
     flash_attention,
-    reference,
     ulysses_attention,
     ulysses_self_attention,
 )
 from megatron_overlap.schedules import HeadLayout, ulysses_plan
+from tests.helpers import reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DIRECTIONS = ("forward", "forward_backward")

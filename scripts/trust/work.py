@@ -25,15 +25,16 @@ from megatron_overlap.ops import (
     expert_parallel,
     linear_all_reduce,
     linear_reduce_scatter,
-    reference,
     ulysses_attention,
 )
+from megatron_overlap.ops import reference as linear_reference
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
 from megatron_overlap.ops.tensor_parallel.batch_overlap import column_part, part_input, part_output, row_part
 from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import Topology, partition
+from tests.helpers import reference
 
 NUM_BATCHES = 3
 LOADS = ("tp", "split", "up", "ep", "dp", "varlen")
@@ -104,10 +105,10 @@ class Work:
         names = ("ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar")
         ops = (all_gather_linear, linear_reduce_scatter, copy_linear, linear_all_reduce)
         plain = (
-            reference.all_gather_linear,
-            reference.linear_reduce_scatter,
-            reference.copy_linear,
-            reference.linear_all_reduce,
+            linear_reference.all_gather_linear,
+            linear_reference.linear_reduce_scatter,
+            linear_reference.copy_linear,
+            linear_reference.linear_all_reduce,
         )
 
         def run(functions: Sequence[Any], batch: Results) -> Results:
@@ -145,8 +146,8 @@ class Work:
             return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
 
         def plain(parts: Sequence[torch.Tensor], column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
-            wide = [reference.all_gather_linear(part, column, None, group=self._group).relu() for part in parts]
-            return [reference.linear_reduce_scatter(middle, row, None, group=self._group) for middle in wide]
+            wide = [linear_reference.all_gather_linear(part, column, None, group=self._group).relu() for part in parts]
+            return [linear_reference.linear_reduce_scatter(middle, row, None, group=self._group) for middle in wide]
 
         def mine(parts: Sequence[torch.Tensor], column: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
             deferred_wgrad = DeferredWgrad(num_terms=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def test_the_command_writes_a_chrome_trace_and_prints_the_table(
         (["none"], "none: no such folder; run with overlap.trace=true"),
         (["empty"], "empty: no events in it; run with overlap.trace=true"),
         (["broken"], "not a file of events of this release"),
+        (["damaged"], "events-rank0.bin: an event refers to an unknown name: the file is damaged"),
         (["good", "--steps", "7:9"], "--steps: 7:9: the run has steps 1 to 2"),
         (["good", "--steps", ":"], "write FIRST:LAST"),
         (["good", "--output", "none/x.json"], "No such file or directory; give a path that can be written"),
@@ -135,10 +137,14 @@ def test_a_wrong_request_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "broken", "good"):
+    for name in ("empty", "broken", "damaged", "good"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / "events-rank0.bin").write_bytes(b"nothing\n")
     record(tmp_path / "good")
+    damaged = record(tmp_path / "damaged")[0]
+    damaged.write_bytes(
+        re.sub(rb'\["ranks 0,1"[^]]*\]', lambda names: b"[]".ljust(len(names[0])), damaged.read_bytes())
+    )
     assert cli.main(["trace", *arguments]) == 2
     printed = capsys.readouterr().err
     assert len(printed.splitlines()) == 1

@@ -48,8 +48,9 @@ def expert_parallel(
     observer: Observer | None = None,
     filler: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`; see `ops.reference.expert_parallel`.
+    """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`.
 
+    An expert computes `activation(rows @ fc1.T, probs) @ fc2.T` of its rows from all ranks.
     A received chunk is computed at once, and its result is sent back while the next one is computed. Own rows are
     computed while no chunk is ready. In backward the weight gradients of whole experts follow, while the last input
     gradients are sent. Every row is computed once, and every weight gradient is one product over all rows of an expert

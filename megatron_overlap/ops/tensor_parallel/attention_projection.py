@@ -47,10 +47,9 @@ def attention_linear_reduce_scatter(
 ) -> torch.Tensor:
     """Equals `reduce_scatter(attention(q, k, v).reshape(S, B, -1) @ w_shard.T)` over the sequence.
 
-    `attention` is `softmax(softmax_scale * q @ k.T + mask) @ v` per head; see
-    `ops.reference.attention_linear_reduce_scatter`. Tensor parallelism with sequence parallelism: heads are divided
-    over the R ranks in the input, sequence positions in the output. Scores are not stored. Forward saves q, k, v, the
-    attention output and one fp32 number per query and head.
+    `attention` is `softmax(softmax_scale * q @ k.T + mask) @ v` per head. Tensor parallelism with sequence
+    parallelism: heads are divided over the R ranks in the input, sequence positions in the output. Scores are not
+    stored. Forward saves q, k, v, the attention output and one fp32 number per query and head.
 
     Args:
         q: `[S, B, Hq/R, D]` queries of this rank's heads, whole sequence; any strides with D innermost.

@@ -77,8 +77,9 @@ def ulysses_attention(
     observer: Observer | None = None,
     kernel: Kernel | None = None,
 ) -> torch.Tensor:
-    """Equals `own_rows(attention(all_rows(q), all_rows(k), all_rows(v)))`; see `ops.reference.ulysses_attention`.
+    """Equals `own_rows(attention(all_gather(q), all_gather(k), all_gather(v)))`.
 
+    `attention` is `softmax(softmax_scale * q @ k.T + mask) @ v` per head. `layout` defines the order of `all_gather`.
     Every rank sends each peer its rows of the heads of that peer, computes attention of its own heads over all rows,
     and sends the results back. If there are fewer key/value heads than ranks, each is sent to every rank that needs it,
     and its gradients are summed.

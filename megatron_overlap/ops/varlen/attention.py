@@ -36,10 +36,10 @@ def balanced_attention(
     layout: Layout = "attention",
     observer: Observer | None = None,
 ) -> torch.Tensor:
-    """Equals causal attention of each document of a pass alone; see `ops.reference.balanced_attention`.
+    """Equals `softmax(softmax_scale * q @ k.T + mask) @ v` per head of each document of a pass; `mask` is causal.
 
     With `layout="linear"` it equals `to_linear(attention(to_attention(q), to_attention(k), to_attention(v)))`, where
-    both conversions are `ops.reference.move_rows`. Their messages overlap with the computation.
+    both conversions are `rebalance`. Their messages overlap with the computation.
 
     Args:
         q: `[T, Hq, D]`, positions already encoded. In the attention layout: the T = `plan.tokens(index)[rank]` rows of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_overlap.config import LaunchConfig
-from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread, json_content
+from megatron_overlap.tools.compare.comparison import Compared, Launched, Spread
 from megatron_overlap.tools.launch.run_records import PluginReport, RunRecordError, read_object, read_reports
 
 RESULT_FILE = "generation.json"
@@ -141,8 +141,3 @@ def _summarize(workload: Workload, side: _Side, reference: _Side) -> WorkloadSum
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs, or that only one of the two has; None: they are equal."""
     return next((place for place, (one, other) in enumerate(zip_longest(a, b)) if one != other), None)
-
-
-def generation_content(result: GenerationComparison) -> Any:
-    """The content of compare.json."""
-    return json_content({"generation": True, **vars(result)})

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_overlap.tools.compare import report
-from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary, generation_content
+from megatron_overlap.tools.compare.comparison import json_content
+from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary
 from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes
 
 
@@ -52,9 +53,10 @@ def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]
         "headline": headline(result),
         "key_figures": key_figures(result),
         "rows": rows(result),
-        "notes": notes(result),
+        "notes": [*report.measured_on(result), *map(str, result.settings["notes"])],
     }
-    report.publish(result, folder, configs, draw_generation, generation_content(result), "generation.html.j2", page)
+    figures = json_content({"generation": True, **vars(result)})
+    report.publish(result, folder, configs, draw_generation, figures, "generation.html.j2", page)
 
 
 def headline(result: GenerationComparison) -> str:
@@ -95,16 +97,6 @@ def rows(result: GenerationComparison) -> list[report.Row]:
         tokens = (_tokens(run.workloads[place]) for run in runs[1:])
         shown.append(report.Row(f"equal sequences: {workload.label}", ("reference", *tokens)))
     return [*shown, *report.call_rows(runs)]
-
-
-def notes(result: GenerationComparison) -> list[str]:
-    """How the figures were measured, one sentence each."""
-    links = dict.fromkeys(f"{run.link.get('description')}" for run in result.runs)
-    lines = [f"Device: {report.ranks_and_device(result.device)}.", f"Network: {'; '.join(links)}."]
-    lines += report.version_notes(result.versions)
-    if result.device["kind"] == "cpu":
-        lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
-    return [*lines, *map(str, result.settings["notes"])]
 
 
 def _tokens(summary: WorkloadSummary) -> str:

@@ -14,17 +14,9 @@ from statistics import median
 from megatron_overlap.config.errors import usage_error
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
 from megatron_overlap.tools.compare.flops import Peak
+from megatron_overlap.tools.launch.command import logged_iteration
 from megatron_overlap.tools.launch.run_records import RunRecord
 
-# Searched anywhere in a line: launchers write prefixes before it, and Megatron the time.
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+\s*\|")
-_FIELDS = {
-    "step_time_ms": re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)"),
-    "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)"),
-    "global_batch": re.compile(r"global batch size:\s*(\d+)"),
-    "loss": re.compile(r"lm loss:\s*([^\s|]+)"),
-    "grad_norm": re.compile(r"grad norm:\s*([^\s|]+)"),
-}
 _ARGUMENT = re.compile(r"\b(world_size|seq_length) \.{2,} (\d+)\s*$")
 
 NOT_IN_A_LOG = "not in the log"
@@ -58,13 +50,12 @@ def read_log(path: Path) -> Log:
     lines: dict[int, dict[str, float]] = {}
     arguments: dict[str, int] = {}
     for row in text.splitlines():
-        found = _ITERATION.search(row)
-        if found is None:
+        if (found := logged_iteration(row)) is None:
             if named := _ARGUMENT.search(row):
                 arguments[named[1]] = int(named[2])
             continue
-        number = int(found[1])
-        line = {name: float(value[1]) for name, field in _FIELDS.items() if (value := field.search(row))}
+        number, _, fields = found
+        line = {name: float(value) for name, value in fields.items()}
         # An equal line is from the output of another rank in the same file.
         if "step_time_ms" not in line or lines.get(number) == line:
             continue

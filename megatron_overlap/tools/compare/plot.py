@@ -1,7 +1,6 @@
-"""The pictures of a comparison: the overview, one step of each run, and the breakdown of a step time."""
+"""The pictures of a comparison: the overview and the breakdown of a step time."""
 
 import io
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -10,25 +9,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from megatron_overlap.tools.compare.breakdown import Breakdown
 from megatron_overlap.tools.compare.comparison import Comparison
-from megatron_overlap.tools.compare.traced_steps import Breakdown, RankStep, Span, StepTimeline
 from megatron_overlap.tools.launch.run_records import deviation
 
 # Of the runs, distinguishable with colour blindness (Okabe and Ito).
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
-OP_STYLES = (
-    *(("#d55e00", ""), ("#123f7a", ""), ("#0a8f6a", "///"), ("#8a2f7c", "\\\\\\"), ("#e0a100", "")),
-    *(("#3c82c4", "---"), ("#7a1420", "---"), ("#d4689f", "\\\\\\"), ("#7d8590", "|||")),
-)
-"""Colour and hatch of the ops in order of their time; the last one is for all other ops. The hatch shows in grey.
-Every wait is darker than computation."""
-
 _SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis; it is drawn at this value
-_INK, _GRID, _COMPUTE, _MESSAGE, _FLOOR = "#24292f", "#d0d7de", "#d3dbe5", "#4d5a69", "#8b98a8"
+_INK, _GRID, _FLOOR, _EXPOSED = "#24292f", "#d0d7de", "#8b98a8", "#d55e00"
 _SHORTER: dict[str, Any] = {"color": "#0a8f6a"}
 _LONGER: dict[str, Any] = {"color": "#7a1420", "hatch": "///"}
-_MIN_SHARE = 0.002  # ops with a smaller share of the drawn time share the last style
 _WIDTH = 13.0  # inches
 
 
@@ -42,28 +33,6 @@ def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str,
     return as_file(figure, form, caption, title)
 
 
-def draw_timelines(found: Sequence[StepTimeline]) -> bytes:
-    """One step of each run on one axis, as an SVG. Waits are coloured by op; messages to the rank are below them."""
-    heights = [0.55 + 0.62 * len(one.ranks) for one in found]
-    figure = make_figure(sum(heights) + 0.9)
-    grid = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    ends = [max(rank.stop_ms for rank in one.ranks) for one in found]
-    styles = op_styles(found)
-    for axes, one in zip(grid, found, strict=True):
-        _timeline(axes, one, ends[0], max(ends), styles)
-    grid[-1].set_xlabel("ms", fontsize=8.5, color=COLORS[0])
-    handles = [Patch(facecolor=_COMPUTE, label="computation")]
-    labels = {f"wait: {op}": style for op, style in styles.items()}
-    if any(span.op not in styles for one in found for rank in one.ranks for span in rank.waits):
-        labels["wait: all other ops"] = len(OP_STYLES) - 1
-    for label, style in labels.items():
-        color, hatch = OP_STYLES[style]
-        handles.append(Patch(facecolor=color, hatch=hatch, edgecolor="white", lw=0, label=label))
-    handles.append(Patch(facecolor=_MESSAGE, label="messages to the rank"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=8.5, frameon=False)
-    return as_file(figure, "svg")
-
-
 def draw_breakdown(part: Breakdown) -> bytes:
     """The step time of the reference, the change of each row, and the step time of the run, as an SVG."""
     figure = make_figure(0.9 + 0.32 * (len(part.changes) + 2))
@@ -72,7 +41,7 @@ def draw_breakdown(part: Breakdown) -> bytes:
     for row, total, floor in ((0, part.reference_ms, part.reference_floor_ms), (-1, part.run_ms, part.run_floor_ms)):
         place = row % len(labels)
         axes.barh(place, floor, color=_FLOOR, height=0.7)
-        axes.barh(place, total - floor, left=floor, color=OP_STYLES[0][0], height=0.7)
+        axes.barh(place, total - floor, left=floor, color=_EXPOSED, height=0.7)
         axes.text(total, place, f" {total:,.1f} ms", fontsize=8.5, va="center", color=_INK)
     for place, change in enumerate(part.changes, start=1):
         style = _SHORTER if change.change_ms < 0 else _LONGER
@@ -86,55 +55,12 @@ def draw_breakdown(part: Breakdown) -> bytes:
     axes.set_xlim(0, 1.08 * max(part.reference_ms, *(change.stop_ms for change in part.changes)))
     handles = [
         Patch(facecolor=_FLOOR, label="computation"),
-        Patch(facecolor=OP_STYLES[0][0], label="exposed communication"),
+        Patch(facecolor=_EXPOSED, label="exposed communication"),
         Patch(facecolor=_SHORTER["color"], label="shorter"),
         Patch(facecolor=_LONGER["color"], hatch=_LONGER["hatch"], edgecolor="white", label="longer"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False)
     return as_file(figure, "svg")
-
-
-def op_styles(found: Sequence[StepTimeline]) -> dict[str, int]:
-    """The ops with the longest waits in all drawn steps, each with its index in `OP_STYLES`; longest first."""
-    times: dict[str, float] = {}
-    for span in (span for one in found for rank in one.ranks for span in rank.waits):
-        times[span.op] = times.get(span.op, 0.0) + span.stop_ms - span.start_ms
-    least = _MIN_SHARE * sum(rank.stop_ms - rank.start_ms for one in found for rank in one.ranks)
-    longest = sorted((op for op in times if times[op] >= least), key=lambda op: (-times[op], op))
-    return {op: place for place, op in enumerate(longest[: len(OP_STYLES) - 1])}
-
-
-def _timeline(axes: Any, one: StepTimeline, first_end: float, axis_ms: float, styles: dict[str, int]) -> None:
-    end = max(rank.stop_ms for rank in one.ranks)
-    shown = "" if len(one.ranks) == one.num_ranks else f"; {len(one.ranks)} of {one.num_ranks} ranks"
-    typical, median_ms = one.run.typical_step, one.run.step_time_ms.median
-    step = f"round {typical.round}, iteration {typical.iteration}: {typical.step_time_ms:,.1f} ms"
-    style_axes(axes, f"{one.run.name}: {step}, median {median_ms:,.1f} ms{shown}")
-    for place, rank in enumerate(one.ranks):
-        axes.broken_barh([(rank.start_ms, rank.stop_ms - rank.start_ms)], (place - 0.4, 0.5), facecolor=_COMPUTE)
-        for style in sorted({styles.get(span.op, len(OP_STYLES) - 1) for span in rank.waits}):
-            mine = [span for span in rank.waits if styles.get(span.op, len(OP_STYLES) - 1) == style]
-            _bars(axes, mine, (place - 0.4, 0.5), *OP_STYLES[style])
-        _bars(axes, rank.messages, (place + 0.14, 0.18), _MESSAGE, "")
-    if first_end - end > 0.001 * axis_ms:
-        axes.axvspan(end, first_end, facecolor="none", edgecolor=_FLOOR, ls=(0, (4, 3)))
-        middle = (len(one.ranks) - 1) / 2
-        saved = f"{first_end - end:,.1f} ms less"
-        axes.text((end + first_end) / 2, middle, saved, ha="center", va="center", fontsize=9, fontweight="bold")
-    axes.axvline(end, color=_INK, lw=1.2)
-    axes.set_xlim(0, axis_ms)
-    axes.set_ylim(len(one.ranks) - 0.5, -0.6)
-    axes.set_yticks(range(len(one.ranks)), [_rank_label(rank) for rank in one.ranks], fontsize=8)
-
-
-def _rank_label(rank: RankStep) -> str:
-    label = f"rank {rank.rank}" + (f" ({rank.role})" if rank.role else "") + f"\nwaits {rank.waited_ms:,.1f} ms"
-    return label + (f"\nmessages {rank.receiving_ms:,.1f} ms" if rank.messages else "")
-
-
-def _bars(axes: Any, spans: Sequence[Span], rows: tuple[float, float], color: str, hatch: str) -> None:
-    bars = [(span.start_ms, span.stop_ms - span.start_ms) for span in spans]
-    axes.broken_barh(bars, rows, facecolor=color, hatch=hatch, edgecolor="white" if hatch else "none", lw=0)
 
 
 def _step_times(axes: Any, result: Comparison) -> None:

@@ -13,10 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
-from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview, draw_timelines
-from megatron_overlap.tools.compare.traced_steps import breakdowns, timelines
+from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview
+from megatron_overlap.tools.compare.rounds import run_folder
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
 RUNS_FOLDER = "runs"
@@ -35,17 +36,13 @@ class Row:
 
 def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     """Publish the comparison of runs that train, as `publish` does. `RUNS_FOLDER` in `folder` has the events."""
-    traced = any(run.exposed is not None for run in result.runs)
-    steps, missing = timelines(result, folder / RUNS_FOLDER) if traced else ([], [])
     page = {
         "headline": headline(result),
         "attribution": attribution(result),
         "key_figures": key_figures(result),
         "rows": rows(result),
         "notes": notes(result),
-        "steps": steps,
-        "timeline": draw_timelines(steps) if steps else None,
-        "missing": missing,
+        "steps": [(run, run_folder(folder / RUNS_FOLDER, run.typical_step.round, run.name)) for run in result.runs],
         "breakdowns": [(part, draw_breakdown(part)) for part in breakdowns(result)],
         "ms": partial(_ms, form=",.1f"),
         "signed": partial(_ms, form="+,.1f"),
@@ -202,17 +199,8 @@ def call_rows(runs: Sequence[RunSummary | GenerationRun]) -> list[Row]:
 def notes(result: Comparison) -> list[str]:
     """How the figures were measured, one sentence each."""
     first = result.runs[0]
-    links = list(dict.fromkeys(str(run.link.get("description")) for run in result.runs))
-    each = "; ".join(f"{run.name}: {run.link.get('description')}" for run in result.runs)
-    lines = [
-        f"Device: {result.device['name'] if from_logs(result) else ranks_and_device(result.device)}.",
-        f"Network: {links[0]}." if len(links) == 1 else f"The networks differ: {each}.",
-        f"Peak: {first.peak_source}.",
-        f"FLOPs: {first.flops_convention}.",
-        *version_notes(result.versions),
-    ]
+    lines = measured_on(result, f"Peak: {first.peak_source}.", f"FLOPs: {first.flops_convention}.")
     if result.device["kind"] == "cpu":
-        lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
         lines.append(
             "Peak memory: the largest resident set of a rank in any round. Relative to the reference: median of rounds."
         )
@@ -230,10 +218,20 @@ def notes(result: Comparison) -> list[str]:
     return [*lines, *(str(note) for note in result.settings.get("notes", ()))]
 
 
-def version_notes(versions: Mapping[str, Any]) -> list[str]:
-    """One sentence with the known versions, if any."""
-    known = [f"{name} {version}" for name, version in versions.items() if version]
-    return [f"Versions: {', '.join(known)}."] if known else []
+def measured_on(result: Compared[Any], *figures: str) -> list[str]:
+    """Device, network, `figures` and the known versions, one sentence each."""
+    links = list(dict.fromkeys(str(run.link.get("description")) for run in result.runs))
+    each = "; ".join(f"{run.name}: {run.link.get('description')}" for run in result.runs)
+    lines = [
+        f"Device: {result.device['name'] if from_logs(result) else ranks_and_device(result.device)}.",
+        f"Network: {links[0]}." if len(links) == 1 else f"The networks differ: {each}.",
+        *figures,
+    ]
+    if versions := [f"{name} {version}" for name, version in result.versions.items() if version]:
+        lines.append(f"Versions: {', '.join(versions)}.")
+    if result.device["kind"] == "cpu":
+        lines.append("Measured on CPU: the absolute values do not carry over to a GPU.")
+    return lines
 
 
 def from_logs(result: Compared[Any]) -> bool:

@@ -33,14 +33,15 @@ from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
 from megatron_overlap.tools.launch.run_records import RunRecordError
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
-# Not anchored: Megatron releases differ in the fields before and after these.
-_FIELDS = (
-    ("{} ms", re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")),
-    ("lm loss {}", re.compile(r"lm loss: ([-+.\deEnaif]+)")),
-    ("grad norm {}", re.compile(r"grad norm: ([-+.\deEnaif]+)")),
-    ("{} TFLOP/s per device", re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)")),
-    ("skipped {}", re.compile(r"number of skipped iterations:\s+([1-9]\d*)")),
-)
+_FIELDS = {  # name, title in Megatron's line, text of `launch`
+    "step_time_ms": ("elapsed time per iteration (ms)", "{} ms"),
+    "loss": ("lm loss", "lm loss {}"),
+    "grad_norm": ("grad norm", "grad norm {}"),
+    "tflops": ("throughput per GPU (TFLOP/s/GPU)", "{} TFLOP/s per device"),
+    "skipped": ("number of skipped iterations", "skipped {}"),
+    "global_batch": ("global batch size", ""),
+}
+_PATTERNS = {name: re.compile(rf"{re.escape(title)}:\s*([-+.\deEnaif]+)") for name, (title, _) in _FIELDS.items()}
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank
 # The plugin's report: two lines of text, then tables with titles.
@@ -194,20 +195,28 @@ def _wide_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 150, markup=False)
 
 
+def logged_iteration(line: str) -> tuple[int, int, dict[str, str]] | None:
+    """Number of an iteration, number of iterations, and fields of a line that Megatron logs; None: of another line.
+
+    Searched anywhere in the line: launchers write prefixes, and Megatron releases differ in the other fields.
+    """
+    if (found := _ITERATION.search(line)) is None:
+        return None
+    fields = {name: match[1] for name, pattern in _PATTERNS.items() if (match := pattern.search(line))}
+    return int(found[1]), int(found[2]), fields
+
+
 def progress_line(line: str) -> str | None:
     """The text that `launch` prints for a line of a rank; None: print nothing.
 
     A logged iteration becomes `iteration 3/20: 412.5 ms, lm loss 4.608128, grad norm 3.286`.
     """
     line = _TORCHRUN.sub("", line)
-    found = _ITERATION.search(line)
-    if found is not None:
-        fields = []
-        for text, pattern in _FIELDS:
-            if match := pattern.search(line):
-                number = match[1]
-                fields.append(text.format(f"{float(number):.6g}" if "E" in number.upper() else number))
-        return f"iteration {found[1]}/{found[2]}: {', '.join(fields)}"
+    if (found := logged_iteration(line)) is not None:
+        number, last, fields = found
+        shown = {name: f"{float(value):.6g}" if "E" in value.upper() else value for name, value in fields.items()}
+        texts = [_FIELDS[name][1].format(value) for name, value in shown.items() if (name, value) != ("skipped", "0")]
+        return f"iteration {number}/{last}: {', '.join(filter(None, texts))}"
     if _EVENTS.search(line) or _REPORT.search(line):
         return line.rstrip()
     return None

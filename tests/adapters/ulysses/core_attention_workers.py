@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.ops import reference
+from megatron_overlap.ops.reference import own_rows
 from megatron_overlap.schedules import SequenceLayout
 from tests.adapters.tensor_parallel.linear_workers import TENSOR
 from tests.adapters.tensor_parallel.transformer_engine_models import (
@@ -28,6 +28,7 @@ from tests.adapters.tensor_parallel.transformer_engine_models import (
     calls_of,
     make_model,
 )
+from tests.helpers.reference import attention
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 64, 16, 8, 4
 
@@ -102,7 +103,7 @@ def textbook(layer: Any, whole: torch.Tensor) -> torch.Tensor:
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
     q, k, v = per_key[:, :, :, :-2].flatten(2, 3), per_key[:, :, :, -2], per_key[:, :, :, -1]
-    return reference.attention(rotate(q), rotate(k), v).flatten(2) @ layer.linear_proj.weight.t()
+    return attention(rotate(q), rotate(k), v).flatten(2) @ layer.linear_proj.weight.t()
 
 
 def compare_with_textbook(
@@ -127,10 +128,10 @@ def compare_with_textbook(
                 module.gradient_accumulation_fusion = True
                 module.weight.main_grad = torch.ones(module.weight.shape)
                 module.weight.grad_added_to_main_grad = False
-        x = reference.own_rows(whole, layout, rank).requires_grad_()
+        x = own_rows(whole, layout, rank).requires_grad_()
         y, bias = layer(x, None, rotary_pos_emb=frequencies(8 * size))
         assert bias is layer.linear_proj.bias
-        y.backward(reference.own_rows(dwhole, layout, rank))
+        y.backward(own_rows(dwhole, layout, rank))
         sites = session.report().sites
     assert hooked == ["linear_qkv", "linear_proj"], "the pre-hooks wait for parameters"
     assert "forward" not in vars(layer), "disable() restores the layer"
@@ -139,8 +140,8 @@ def compare_with_textbook(
     parameters = [layer.linear_qkv.weight, layer.linear_proj.weight, layer.linear_qkv.bias]
     dx, *dparameters = torch.autograd.grad(true, (expected, *parameters), dwhole)
     close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(y, reference.own_rows(true, layout, rank), **close)
-    torch.testing.assert_close(x.grad, reference.own_rows(dx, layout, rank), **close)
+    torch.testing.assert_close(y, own_rows(true, layout, rank), **close)
+    torch.testing.assert_close(x.grad, own_rows(dx, layout, rank), **close)
     for parameter, expected_grad in zip(parameters, dparameters, strict=True):
         if main_grad and parameter.dim() == 2:
             assert parameter.grad_added_to_main_grad

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import ExpertOptions, MLPExperts, expert_parallel, reference
+from megatron_overlap.ops import ExpertOptions, MLPExperts, expert_parallel
 from megatron_overlap.ops.call import Projection
+from tests.helpers import reference
 from tests.helpers.late import LateTransport
 
 Routing = list[list[list[int]]]

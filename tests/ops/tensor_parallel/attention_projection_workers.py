@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter, reference
+from megatron_overlap.ops import LinearPlan, attention_linear_reduce_scatter
+from megatron_overlap.ops.reference import gather_rows, scatter_sum
 from megatron_overlap.schedules import ChunkLayout, SequenceLayout
+from tests.helpers import reference
 from tests.helpers.late import LateTransport
 from tests.helpers.numerics import assert_close_to_exact
 
@@ -59,8 +61,8 @@ def by_hand(
         q, wide_k, wide_v, w, dy = (x.abs() for x in (q, wide_k, wide_v, w, dy))
     context = torch.einsum("bhst,tbhd->sbhd", p, wide_v)
     rows = SequenceLayout.contiguous(s, dist.get_world_size(group))
-    y = reference.scatter_sum(torch.einsum("sbk,fk->sbf", context.flatten(2), w), group, rows)
-    dy = reference.gather_rows(dy, group, rows)
+    y = scatter_sum(torch.einsum("sbk,fk->sbf", context.flatten(2), w), group, rows)
+    dy = gather_rows(dy, group, rows)
     dcontext = torch.einsum("sbf,fk->sbk", dy, w).unflatten(2, (heads, d))
     dw = torch.einsum("sbf,sbk->fk", dy, context.flatten(2))
     dp = torch.einsum("sbhd,tbhd->bhst", dcontext, wide_v)

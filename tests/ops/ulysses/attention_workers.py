@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import Projection, UlyssesPlan, reference, ulysses_attention, ulysses_self_attention
+from megatron_overlap.ops import Projection, UlyssesPlan, ulysses_attention, ulysses_self_attention
+from megatron_overlap.ops.reference import gather, own_rows
 from megatron_overlap.schedules import SequenceLayout
+from tests.helpers import reference
 from tests.helpers.late import LateTransport
 
 BATCH = 2
@@ -119,12 +121,12 @@ def compare_rounding(group: dist.ProcessGroup, case: AttentionCase, dtype: torch
     tensors = [tensor.to(dtype) for tensor in make_tensors(group, layout, case.heads, case.kv_heads, 5)]
     exact = run(reference.ulysses_attention, [tensor.double() for tensor in tensors], group=group, layout=layout)
     result = run(ulysses_attention, tensors, group=transport, layout=layout, plan=case.plan)
-    whole = [reference.gather(tensor, group, layout) for tensor in tensors]
+    whole = [gather(tensor, group, layout) for tensor in tensors]
     # The same kernel on one rank, which sums all key gradients itself.
     one_rank = run(ulysses_attention, whole, group=transport_of(_group_of_one()))
     rank = dist.get_rank(group)
     for name, got, alone, true in zip(NAMES, result, one_rank, exact, strict=True):
-        own = reference.own_rows(alone, layout, rank)
+        own = own_rows(alone, layout, rank)
         allowed = 2 * (own.double() - true).abs().max() + torch.finfo(dtype).eps * true.abs().max()
         error = (got.double() - true).abs().max()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"

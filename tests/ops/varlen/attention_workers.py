@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
-from megatron_overlap.ops import balanced_attention, reference
+from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import Mask, partial_backward, partial_forward
+from megatron_overlap.ops.reference import gather, own_rows
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import rebalance_to_linear
 from megatron_overlap.schedules.varlen.ring_groups import Passing
+from tests.helpers import reference
 from tests.helpers.late import LateTransport
 
 HEAD_SIZE = 8
@@ -122,11 +124,11 @@ def whole_documents(
 ) -> torch.Tensor:
     """Every document in one kernel call, computed by all ranks alike."""
     layout, places = reference.places_of(plan, index)
-    whole = [reference.gather(tensor, group, layout) for tensor in (q, k, v)]
+    whole = [gather(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
         y = y.index_copy(0, rows, _OneDocument.apply(*(tensor[rows] for tensor in whole)))
-    return reference.own_rows(y, layout, dist.get_rank(group))
+    return own_rows(y, layout, dist.get_rank(group))
 
 
 class _OneDocument(torch.autograd.Function):

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.tools.compare import report
-from megatron_overlap.tools.compare.comparison import Comparison, compare, comparison_content
-from megatron_overlap.tools.compare.traced_steps import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
+from megatron_overlap.tools.compare.breakdown import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
+from megatron_overlap.tools.compare.comparison import Comparison, TypicalStep, compare, comparison_content
+from megatron_overlap.tools.compare.plot import draw_breakdown
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
 from tests.tools.compare.samples import record, side
+from tests.tools.compare.test_report import pictures
 
 BIG, SMALL = ("gather", "forward"), ("tiny", "backward")
 COMES = ("linear", "dgrad")
@@ -64,6 +66,10 @@ def test_every_row_by_hand(tmp_path: Path) -> None:
     page = (tmp_path / "compare.html").read_text()
     assert "Compute-only floor of plain: 59.5 ms" in page
     assert "1.85 times the floor, that of hidden 1.34 times" in page
+    assert "\N{MINUS SIGN}45.0" in page
+    _, picture = pictures(page)
+    for label in ("step of plain", "gather forward", "step of hidden"):
+        assert f">{label}<" in picture
 
 
 def test_the_floor_is_the_same_in_json_table_and_breakdown() -> None:
@@ -91,3 +97,30 @@ def test_a_breakdown_needs_events_of_both_runs() -> None:
     plain, recorded = side("a", [record([9, 9, 100])]), side("b", [traced([50], [{BIG: 5}])])
     assert breakdowns(compare([plain, recorded])) == []
     assert breakdowns(compare([recorded, plain])) == []
+
+
+def test_the_axis_of_a_breakdown_holds_the_longest_bar() -> None:
+    slower = compare([side("plain", [traced([50], [{BIG: 20}])]), side("hidden", [traced([90], [{BIG: 20}])])])
+    picture = draw_breakdown(breakdowns(slower)[0]).decode()
+    assert "> 90.0 ms<" in picture
+    assert "> +40.0<" in picture
+    assert ">80<" in picture  # a tick beyond the step of the reference
+
+
+def test_the_page_names_the_timeline_of_the_step_nearest_the_median(tmp_path: Path) -> None:
+    plain = [traced(times, [{BIG: 20}] * 3) for times in ([300, 310, 320], [90, 121, 95], [80, 200, 301])]
+    hidden = [record([9, 9, *times]) for times in ([30, 40, 60], [90, 65, 95], [10, 11, 70])]
+    result = compare([side("plain", plain), side("hidden", hidden)])
+    assert [run.typical_step for run in result.runs] == [TypicalStep(3, 4, 200), TypicalStep(1, 5, 60)]
+    written = comparison_content(result)["runs"]
+    assert written[0]["typical_step"] == {"round": 3, "iteration": 4, "step_time_ms": 200}
+    report.write(result, tmp_path, {})
+    page = (tmp_path / "compare.html").read_text()
+    assert "plain: iteration 4 of round 3 took 200.0 ms, nearest to the median." in page
+    assert f"megatron-overlap trace {tmp_path / 'runs' / 'round3-plain'} --steps 4<" in page
+    assert "hidden recorded no events; set overlap.trace=true to record them." in page
+
+
+def test_of_two_steps_equally_near_the_median_the_earlier_one_is_typical() -> None:
+    result = compare([side("a", [record([9, 9, 100, 80])]), side("b", [record([9, 9, 80, 100])])])
+    assert [run.typical_step for run in result.runs] == [TypicalStep(1, 3, 100), TypicalStep(1, 3, 80)]

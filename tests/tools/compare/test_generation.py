@@ -24,6 +24,7 @@ from megatron_overlap.tools.compare.generation import (
     first_difference,
     read_generation,
 )
+from megatron_overlap.tools.compare.report import measured_on
 from megatron_overlap.tools.compare.rounds import select_generation
 from megatron_overlap.tools.launch.run_records import RunRecordError
 from tests.helpers.forked_python import ForkedPython
@@ -169,3 +170,9 @@ def test_two_ranks_generate_the_tokens_of_stock(forked_python: ForkedPython, tmp
         assert text in page or text in done.stdout
     assert "<h2>Fallbacks" in page
     assert (tmp_path / "out" / "compare.png").stat().st_size > 20_000
+
+
+def test_runs_on_different_networks_are_named_with_their_network() -> None:
+    same = ((5, 6, 7), (8, 9, 9))
+    sides = [Launched(name, {"description": name * 2}, (record(30, 4, 100, *same),)) for name in ("a", "b")]
+    assert "The networks differ: a: aa; b: bb." in measured_on(compare_generation(sides, {"notes": []}))
