@@ -64,6 +64,7 @@ class Transfer:
             `recv` is empty.
         lands: where `send` lands, in the buffer of this rank that has the name and size of the receiver's
             (`BufferPool.take` with `symmetric`); None if the ranks do not know. Given on all ranks or on none.
+        extra_lands: where `extra_send` lands, in the same buffer.
     """
 
     message: Message
@@ -72,6 +73,7 @@ class Transfer:
     extra_send: tuple[torch.Tensor, ...] = ()
     extra_recv: tuple[torch.Tensor, ...] = ()
     lands: torch.Tensor | None = None
+    extra_lands: tuple[torch.Tensor, ...] = ()
 
     @property
     def send_bytes(self) -> int:

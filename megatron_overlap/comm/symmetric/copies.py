@@ -3,7 +3,7 @@
 A queue waits for a flag in memory without a kernel (`backend.Queue`), and clears it, so an operation enqueues the same
 steps every time.
 
-- A message between symmetric buffers (`Transfer.lands`) is one copy, from the tensor of the sender to that of the
+- A message between symmetric buffers (`Transfer.lands`) is a copy from each tensor of the sender to that of the
   receiver. When an operation begins, the receiver sets a flag at each sender, after the present work of its computing
   queue: that no longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which
   the computing queue of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a
@@ -46,9 +46,9 @@ class _Message:
 
     Attributes:
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        sends, recvs: the tensors; of a message between symmetric buffers one or none.
-        own_rows: start and stop of `sends` in the own rows of a call; None: the tensor is the same in every call.
-        lands: the tensor of the receiver; None for a message through a ring.
+        sends, recvs: the tensors; none in a direction without bytes.
+        own_rows: start and stop of `sends` in the own rows of a call; None: the tensors are those of `sends`.
+        lands: the tensors of the receiver; none for a message through a ring.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
         sent: sets the flag of the receiver.
@@ -62,7 +62,7 @@ class _Message:
     sends: tuple[torch.Tensor, ...]
     recvs: tuple[torch.Tensor, ...]
     own_rows: tuple[int, int] | None = None
-    lands: torch.Tensor | None = None
+    lands: tuple[torch.Tensor, ...] = ()
     free: object | None = None
     sent: object | None = None
     flag: FlagStep | None = None
@@ -178,6 +178,7 @@ class CopyTransport:
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
         """The messages of `transfers`. On both ranks of a pair, the same messages are between symmetric buffers."""
         messages, computing, sending = _Messages(op, marks=[0]), self.backend.computing, self.sending
+        repeats = isinstance(transfers, Exchange)
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
         awaited = list[tuple[_Message, list[FlagStep]]]()
@@ -191,7 +192,7 @@ class CopyTransport:
             messages.forwards = messages.forwards or plan.after_message is not None
             buffer = self._buffer_between(transfer)
             to, source = (plan.to, id(buffer)), (plan.source, id(buffer))
-            # At each message of a plan, a rank has sent as many to `to` as it has received from `source`.
+            # Both ranks of a message have the same count: a plan sends the messages of all pairs in turn.
             if buffer is None or num_sent[to] == MAX_FLAGS or num_received[source] == MAX_FLAGS:
                 messages.through_ring = messages.through_ring or bool(sends or recvs)
                 continue
@@ -201,17 +202,18 @@ class CopyTransport:
                 if message.own_rows is not None:
                     message.sends = ()  # they must not keep the own rows of this call
                 assert transfer.lands is not None
-                message.lands = _at(buffer.data[plan.to], transfer.lands)
+                places = (transfer.lands, *transfer.extra_lands)
+                message.lands = tuple(_at(buffer.data[plan.to], place) for place in places)
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
-                    note = self.waits.note(Waits.SENDING, wait, repeats=True)
+                    note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
                 flag = buffer.flag(self.rank, num_sent[to])
                 message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
                 num_sent[to] += 1
             if recvs:
                 flag = buffer.flag(plan.source, num_received[source])
-                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=True)
+                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=repeats)
                 message.flag = FlagStep(words[self.rank], flag, False, note)
                 message.received = computing.prepare([message.flag])
                 if not num_received[source]:
@@ -229,7 +231,7 @@ class CopyTransport:
 
     def _buffer_between(self, transfer: Transfer) -> SymmetricBuffer | None:
         """The symmetric buffer in which `transfer` lands; None for a message through the ring."""
-        if self._heap is None or transfer.lands is None or transfer.extra_send or transfer.extra_recv:
+        if self._heap is None or transfer.lands is None or len(transfer.extra_lands) != len(transfer.extra_send):
             return None
         return self._heap.buffer_of(transfer.lands)
 
@@ -343,12 +345,13 @@ class CopyP2PWork:
         number, queue = self._num_sent, self._sending
         self._num_sent = number + 1
         message = self._messages[number]
-        if message.lands is not None:
+        if message.lands:
             if message.free is not None:
                 queue.run(message.free)
             self._order_sends(message)
-            source = message.sends[0] if message.own_rows is None else self._rows_of_call(*message.own_rows)
-            queue.copy(message.lands, source)
+            sends = message.sends if message.own_rows is None else (self._rows_of_call(*message.own_rows),)
+            for lands, send in zip(message.lands, sends, strict=True):
+                queue.copy(lands, send)
             queue.run(message.sent)
             self._has_sent = True
         elif self._pieces_to_send and (pieces := self._pieces_to_send[number]):
