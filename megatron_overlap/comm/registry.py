@@ -9,8 +9,8 @@ from megatron_overlap.comm.nccl import NcclTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, Transport, TransportOptions
 
 CHANNELS: Mapping[str, str] = {
-    "": "layers of tensor parallelism, Ulysses and rings of varlen attention",
-    "copies": "layers of tensor parallelism and Ulysses, by copy engines",
+    "": "layers of tensor parallelism, Ulysses, experts and rings of varlen attention",
+    "copies": "layers of tensor parallelism, Ulysses and experts, by copy engines",
     "data": "gradient reduce-scatter and parameter all-gather",
     "data sums": "all-gather of summed gradients",
     "intra": "rings of varlen attention inside a node, on NCCL",

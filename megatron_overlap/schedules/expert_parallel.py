@@ -60,6 +60,9 @@ class ExpertMessage:
         sent: rows of the tokens of this rank; no segments where the pair has fewer chunks.
         received: expert rows of this rank.
         own_before: own pieces that are computed before the received chunk.
+        arrives: first row of the received chunk among the received rows.
+        lands: first row of the sent chunk among the received rows of `to`.
+        returns: first token of the received chunk among the tokens of `source`.
     """
 
     to: int
@@ -67,6 +70,14 @@ class ExpertMessage:
     sent: Segments
     received: Segments
     own_before: int
+    arrives: int
+    lands: int
+    returns: int
+
+    @property
+    def num_received(self) -> int:
+        """Rows of the received chunk."""
+        return _rows(self.received)
 
 
 class OwnPiece(NamedTuple):
@@ -81,10 +92,13 @@ class ExpertPlan:
     """Messages and computation of one rank in one pass. Immutable.
 
     Tokens are sorted by rank and local expert of their destination. Expert rows are sorted by local expert, and for
-    each expert by source rank.
+    each expert by source rank. Received rows are those of other ranks, sorted by source rank: in order of the tokens
+    there, so that a chunk is one piece of memory on both ranks.
 
     Attributes:
         num_tokens: rows that this rank sends, with its own rows.
+        num_received: received rows.
+        most_tokens, most_received: the largest number of a rank; 0 without `totals`, as `lands` and `returns` are.
         experts: the expert rows of each local expert.
         messages: one per peer and part.
         own: own rows in pieces.
@@ -93,6 +107,9 @@ class ExpertPlan:
     num_ranks: int
     rank: int
     num_tokens: int
+    num_received: int
+    most_tokens: int
+    most_received: int
     experts: Segments
     messages: tuple[ExpertMessage, ...]
     own: tuple[OwnPiece, ...]
@@ -130,6 +147,7 @@ def expert_plan(
     sent: Counts,
     received: Counts,
     *,
+    totals: Counts | None = None,
     parts: int | None = None,
     min_rows: int = MIN_CHUNK_ROWS,
     compute_per_message: float = 1.0,
@@ -141,6 +159,7 @@ def expert_plan(
         rank: this rank in the group.
         sent: for each rank, the tokens of this rank for each local expert of that rank.
         received: for each rank, its tokens for each local expert of this rank; `received[rank]` is `sent[rank]`.
+        totals: for each rank, the tokens that it sends to each rank. None: the places of chunks at peers are unknown.
         parts: chunks of one pair of ranks; the same on every rank. None uses `max_parts`.
         min_rows: smallest number of rows of a chunk, unless the pair has fewer. A cut inside the rows of an expert
             leaves at least this number, and at least half a chunk, on both sides. The same on every rank.
@@ -163,7 +182,16 @@ def expert_plan(
         raise ValueError("sent, received: counts must not be negative")
     if list(sent[rank]) != list(received[rank]):
         raise ValueError(f"received: {list(received[rank])} rows of rank {rank} itself: it sends {list(sent[rank])}")
-    num_experts = len(sent[0])
+    ranks, num_experts = range(num_ranks), len(sent[0])
+    if totals is None:
+        lands, returns, most_tokens, most_received = [0] * num_ranks, [0] * num_ranks, 0, 0
+    else:
+        if [*totals[rank]] != [*map(sum, sent)] or [counts[rank] for counts in totals] != [*map(sum, received)]:
+            raise ValueError(f"totals: the rows and columns of rank {rank} must be the sums of sent and received")
+        lands = [sum(totals[source][to] for source in range(rank) if source != to) for to in ranks]
+        returns = [sum(counts[:rank]) for counts in totals]
+        most_tokens = max(map(sum, totals))
+        most_received = max(sum(column) - column[to] for to, column in enumerate(zip(*totals, strict=True)))
     bounds = list(accumulate(chain.from_iterable(sent), initial=0))
     tokens = [bounds[first : first + num_experts] for first in range(0, len(bounds) - 1, num_experts)]
     bounds_by_expert = list(accumulate(chain.from_iterable(zip(*received, strict=True)), initial=0))
@@ -178,12 +206,18 @@ def expert_plan(
     order = [(part, to, source) for part in range(parts) for to, source in steps]
     arriving = [_at(received_chunks[source], part) for part, _, source in order]
     before = _own_before(arriving, own_rows, compute_per_message, filler_rows)
-    messages = tuple(
-        ExpertMessage(to, source, _at(sent_chunks[to], part), chunk, count)
-        for (part, to, source), chunk, count in zip(order, arriving, before, strict=True)
-    )
+    arrives = list(accumulate((sum(received[each]) * (each != rank) for each in ranks), initial=0))
+    num_received, messages = arrives[-1], []
+    for (part, to, source), chunk, count in zip(order, arriving, before, strict=True):
+        leaving = _at(sent_chunks[to], part)
+        message = ExpertMessage(to, source, leaving, chunk, count, arrives[source], lands[to], returns[source])
+        messages.append(message)
+        arrives[source] += message.num_received
+        returns[source] += message.num_received
+        lands[to] += _rows(leaving)
     experts = tuple(map(Segment, range(num_experts), rows[0], rows[0][1:]))
-    return ExpertPlan(num_ranks, rank, bounds[-1], experts, messages, own)
+    sizes = bounds[-1], num_received, most_tokens, most_received
+    return ExpertPlan(num_ranks, rank, *sizes, experts, tuple(messages), own)
 
 
 def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:

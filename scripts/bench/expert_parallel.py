@@ -157,18 +157,17 @@ class ExpertCase:
     def send(self, beside: Sequence[Run] = ()) -> None:
         """All messages of each pass at once, and the pass of `beside` while they are sent."""
         plan = expert_plan(self.transport.rank, self.sent, self.received)
-        rows = self.x.new_zeros(plan.num_rows, self.shape.hidden)
+        rows = self.x.new_zeros(plan.num_received, self.shape.hidden)
         back, y = torch.empty_like(rows), torch.empty_like(self.x)
         half = len(plan.messages)
         transfers = []
         for index, message in enumerate(plan.transfers):
             each = plan.messages[index % half]
-            tokens, expert_rows = (y, rows) if index >= half else (self.x, back)
-            sent = [tokens[s.start : s.stop] for s in each.sent] or [self.x[:0]]
-            received = [expert_rows[s.start : s.stop] for s in each.received] or [self.x[:0]]
+            tokens, arrived = (y, rows) if index >= half else (self.x, back)
+            sent = tokens[each.sent[0].start : each.sent[-1].stop] if each.sent else tokens[:0]
+            received = arrived[each.arrives : each.arrives + each.num_received]
             send, recv = (sent, received) if index < half else (received, sent)
-            at_once = replace(message, after_work=0)
-            transfers.append(Transfer(at_once, send[0], recv[0], tuple(send[1:]), tuple(recv[1:])))
+            transfers.append(Transfer(replace(message, after_work=0), send, recv))
         for run in beside or [lambda: None] * (2 if self.backward else 1):
             work = self.transport.begin(transfers, "bench")
             run()

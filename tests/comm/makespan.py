@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.comm.device import Op, Recorder
 
@@ -71,8 +72,8 @@ class Work(TorchDispatchMode):
             a, b = args[:2] if name == "mm" else args[1:3]
             seconds = self._gpu.gemm_s(a.shape[0], b.shape[1], a.shape[1])
             self._device.put("work", f"{name} {tuple(a.shape)} {tuple(b.shape)}", seconds=seconds, uses_sms=True)
-        elif name in ("add", "add_", "copy_", "mul", "sum"):
-            moved = sum(tensor.nbytes for tensor in (*args, result) if isinstance(tensor, torch.Tensor))
+        elif name in ("add", "add_", "cat", "copy_", "mul", "sum"):
+            moved = sum(tensor.nbytes for tensor in tree_leaves((args, result)) if isinstance(tensor, torch.Tensor))
             self._device.put("work", name, seconds=self._gpu.move_s(moved), uses_sms=True)
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.varlen import CostModel, Topology
 from scripts.bench.placements import METHODS
 from scripts.kernels.cpu_backend import CpuBackend
-from tests.ops.expert_parallel.workers import ExpertCase, Problem
+from tests.ops.expert_parallel.workers import ExpertCase, Kind, Problem
 from tests.ops.ulysses import attention_workers as ulysses
 from tests.ops.varlen import attention_workers as varlen
 
@@ -112,6 +113,17 @@ def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
 
 
 def _experts(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    """The routing changes in each call, so the buffers grow in some and hold fewer rows in others."""
+    results = []
+    for number, kind in enumerate(get_args(Kind)):
+        dtype = torch.bfloat16 if (number + seed) % 2 else torch.float32
+        problem = Problem(ExpertCase(kind, dtype=dtype, probs_dtype=torch.float32, seed=64 * number + seed), group)
+        options = problem.case.options
+        results += problem.run(expert_parallel, totals=problem.totals, group=transports[0], options=options)
+    return results
+
+
+def _experts_through_rings(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     case = ExpertCase(dtype=torch.bfloat16, probs_dtype=torch.float32, main_grad=True, seed=seed)
     results: list[torch.Tensor] = Problem(case, group).run(
         expert_parallel, main_grad=True, group=transports[0], options=case.options
@@ -128,6 +140,7 @@ OPERATIONS: dict[str, Operation] = {
     "balanced attention": _varlen,
     "buckets": _buckets,
     "experts": _experts,
+    "experts through rings": _experts_through_rings,
 }
 
 

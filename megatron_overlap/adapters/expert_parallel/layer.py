@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import Method, replaces
+from megatron_overlap.adapters.wrapping import Method, replaces, with_globals
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -67,6 +67,21 @@ class ExpertAdapter(Adapter):
         self._calls: dict[tuple[object, ...], Call] = {}
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
         self._shared: weakref.WeakKeyDictionary[Any, _SharedExperts] = weakref.WeakKeyDictionary()
+        # Of each dispatcher, the tokens of all ranks for each expert in the present call.
+        self._counts: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def preprocess(self, dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """Keeps the counts of all ranks, which the replaced method gathers."""
+        stock: Any = self.stock["preprocess"]
+        name = "gather_from_sequence_parallel_region"
+
+        def gather(*args: Any, **kwargs: Any) -> torch.Tensor:
+            counts: torch.Tensor = stock.__globals__[name](*args, **kwargs)
+            self._counts[dispatcher] = counts
+            return counts
+
+        num_tokens: torch.Tensor = with_globals(stock, {name: gather})(dispatcher, routing_map)
+        return num_tokens
 
     def shared_experts_compute(self, layer: Any, hidden_states: torch.Tensor) -> Any:
         """Returns None where `dispatch` computes them."""
@@ -191,17 +206,9 @@ class ExpertAdapter(Adapter):
         dispatcher, known = layer.token_dispatcher, self._layers[layer]
         assert known.experts is not None
         experts = known.experts.begin(hidden_states)
-        # The points at which the stock dispatcher moves its counts to the host.
-        for point in ("before_ep_alltoall", "before_permutation_2", "before_finish"):
-            dispatcher.tokens_per_expert = dispatcher._maybe_dtoh_and_synchronize(point, dispatcher.tokens_per_expert)
         dispatcher.tokens_per_expert = None
-        shape = dispatcher.ep_size, dispatcher.num_local_experts
-        sent = dispatcher.routing_map.sum(0).view(shape).tolist()
-        received = (
-            dispatcher.num_global_tokens_per_local_expert.view(shape).tolist()
-            if dispatcher.num_local_experts > 1
-            else [[int(count)] for count in dispatcher.output_splits]
-        )
+        rank, size = dispatcher.ep_group.rank(), dispatcher.ep_size
+        counts = self._counts.pop(dispatcher).view(size, size, dispatcher.num_local_experts).cpu()
         options, shared = self.options, self._shared.get(layer)
         if shared is not None:
             ratio = layer.config.moe_shared_expert_intermediate_size / layer.config.moe_ffn_hidden_size
@@ -209,10 +216,11 @@ class ExpertAdapter(Adapter):
         results = expert_parallel(
             hidden_states,
             probs,
-            sent,
-            received,
+            counts[rank].tolist(),
+            counts[:, rank].tolist(),
             experts,
-            group=open_transport(self.session, dispatcher.ep_group),
+            totals=counts.sum(2).tolist(),
+            group=open_device_transport(self.session, dispatcher.ep_group),
             options=options,
             observer=partial(self.session.counters.overlapped, "expert", known.name, _OP),
             filler=None if shared is None else partial(self.compute_shared, layer),
@@ -222,7 +230,7 @@ class ExpertAdapter(Adapter):
 
 
 def _replacement(name: str) -> Method:
-    """The factory that replaces `MoELayer.<name>` by the method of that name of `ExpertAdapter`."""
+    """The factory that replaces Megatron's method `name` by that of `ExpertAdapter`."""
 
     def factory(original: Method, session: Session) -> Method:
         adapter = session.adapter(ExpertAdapter)
@@ -237,6 +245,7 @@ def _replacement(name: str) -> Method:
     return factory
 
 
+preprocess = _replacement("preprocess")
 shared_experts_compute = _replacement("shared_experts_compute")
 dispatch = _replacement("dispatch")
 routed_experts_compute = _replacement("routed_experts_compute")

@@ -43,6 +43,7 @@ def expert_parallel(
     received: Counts,
     experts: MLPExperts,
     *,
+    totals: Counts | None = None,
     group: dist.ProcessGroup | Transport,
     options: ExpertOptions | None = None,
     observer: Observer | None = None,
@@ -62,6 +63,8 @@ def expert_parallel(
         sent: for each rank, the tokens of this rank for each local expert of that rank; sums to T.
         received: for each rank, its tokens for each local expert of this rank.
         experts: MLPs of this rank.
+        totals: for each rank, the tokens that it sends to each rank. With these, messages over copy engines land in
+            symmetric buffers. None: they pass through rings, which limit their size.
         group: the ranks, or their transport.
         options: number of messages and order; the same on every rank. None uses `ExpertOptions()`.
         observer: called after every pass.
@@ -83,6 +86,7 @@ def expert_parallel(
         transport.rank,
         sent,
         received,
+        totals=totals,
         parts=options.parts,
         min_rows=options.min_rows,
         compute_per_message=options.compute_per_message,
@@ -128,12 +132,15 @@ class _Call:
     needs_grad: bool
     keep_output: bool
     observer: Observer | None
-    running: list[tuple[ExpertPass, torch.Tensor, dict[Segment, Activated]]] = field(default_factory=list)
-    """The pass between its two autograd nodes, the tokens that forward received, and in backward what it activated."""
+    running: list[tuple[ExpertPass, Rows, dict[Segment, Activated]]] = field(default_factory=list)
+    """The pass between its two autograd nodes; in backward the tokens that forward received, and what it activated."""
 
     def take(self, name: str, width: int, like: torch.Tensor) -> torch.Tensor:
         """A buffer with a row for each expert row."""
         return self.transport.buffer_pool.take(f"expert_{name}", (self.plan.num_rows, width), like)
+
+    def begin(self, op: str, tokens: Rows, results: Rows) -> ExpertPass:
+        return ExpertPass(self.transport, self.plan, op, tokens, results, serial=self.serial)
 
     def whole(self, segment: Segment) -> int:
         """All rows of the expert of a segment."""
@@ -153,13 +160,9 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, probs: torch.Tensor, call: _Call, *weights: torch.Tensor) -> torch.Tensor:
-        plan = call.plan
         x, probs = x.contiguous(), probs.contiguous()
-        y = torch.empty_like(x)
-        inputs = x.new_empty(plan.num_rows, x.shape[1]), probs.new_empty(plan.num_rows)
-        dispatch, combine = ((x, probs), inputs), ((call.take("y", x.shape[1], x),), (y,))
-        expert_pass = ExpertPass(call.transport, plan, "expert_parallel", dispatch, combine, serial=call.serial)
-        call.running.append((expert_pass, inputs[0], {}))
+        results = (torch.empty_like(x),)
+        call.running.append((call.begin("expert_parallel", (x, probs), results), (), {}))
         ctx.call = call
         return x.new_empty(0)
 
@@ -167,21 +170,25 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         plan, experts, pool = call.plan, call.experts, call.transport.buffer_pool
-        expert_pass, expert_x, activated = call.running.pop()
-        (expert_dy,), (dx, dprobs) = expert_pass.inputs, expert_pass.results
+        expert_pass, (expert_x,), activated = call.running.pop()
+        dx, dprobs = expert_pass.results
         output = call.take("activated", experts.fc2[0].weight.shape[1], dx)
         dhidden = call.take("dhidden", experts.fc1[0].weight.shape[0], dx)
 
-        def compute(segment: Segment, outputs: Rows) -> None:
+        def compute(segment: Segment, inputs: Rows, outputs: Rows) -> None:
             rows = slice(segment.start, segment.stop)
-            given = activated.pop(segment), expert_dy[rows], dhidden[rows], output[rows]
-            experts.dgrad(segment.expert, call.whole(segment), *given, *outputs)
+            given = segment.expert, call.whole(segment), activated.pop(segment), inputs[0]
+            experts.dgrad(*given, dhidden[rows], output[rows], *outputs)
 
+        expert_pass.run(compute, fixed_order=call.fixed_order)
+        expert_dy = expert_pass.expert_rows(call.take("dy", dx.shape[1], dx))
         needed = ctx.needs_input_grad[3:]
-        fillers, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
-        expert_pass.finish(compute, fixed_order=call.fixed_order, fillers=fillers)
+        additions, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
+        for add in additions:
+            add()
+        expert_pass.finish()
         call.observe("dgrad", expert_pass.send_bytes)
-        if fillers:
+        if additions:
             call.observe("wgrad")
         return dx, dprobs, None, *(None if each is None else each.result() for each in gradients)
 
@@ -191,35 +198,30 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
-        expert_pass, expert_x, activated = call.running.pop()
-        (_, expert_probs), (y,) = expert_pass.inputs, expert_pass.results
+        expert_pass, _, activated = call.running.pop()
 
-        def compute(segment: Segment, outputs: Rows) -> None:
-            rows = slice(segment.start, segment.stop)
-            given = segment.expert, call.whole(segment), expert_x[rows], expert_probs[rows]
-            made = call.experts.forward(*given, *outputs, keep_output=call.keep_output)
+        def compute(segment: Segment, inputs: Rows, outputs: Rows) -> None:
+            given = segment.expert, call.whole(segment)
+            made = call.experts.forward(*given, *inputs, *outputs, keep_output=call.keep_output)
             if call.needs_grad:
                 activated[segment] = made
 
-        expert_pass.finish(compute, fixed_order=call.fixed_order)
+        expert_pass.run(compute, fixed_order=call.fixed_order)
         ctx.call = call
         # Recomputation expects the saved tensors of a call in one order, whatever the order of arrival.
         ctx.segments = sorted(activated)
-        ctx.save_for_backward(expert_x, *chain.from_iterable(activated[segment] for segment in ctx.segments))
+        if call.needs_grad:
+            saved = chain.from_iterable(activated[segment] for segment in ctx.segments)
+            ctx.save_for_backward(expert_pass.expert_rows(), *saved)
+        expert_pass.finish()
         call.observe("forward", expert_pass.send_bytes)
-        return y
+        return expert_pass.results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         dy, (expert_x, *saved) = grads[0].contiguous(), ctx.saved_tensors
         activated = dict(zip(ctx.segments, starmap(Activated, batched(saved, 3)), strict=True))
-        width = dy.shape[1]
-        dx, dprobs = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
-        expert_dprobs = call.transport.buffer_pool.take("expert_dprobs", (call.plan.num_rows,), dprobs)
-        dispatch = (dy,), (call.take("dy", width, dy),)
-        combine = (call.take("dx", width, dy), expert_dprobs), (dx, dprobs)
-        op = "expert_parallel dgrad"
-        expert_pass = ExpertPass(call.transport, call.plan, op, dispatch, combine, serial=call.serial)
-        call.running.append((expert_pass, expert_x, activated))
+        results = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
+        call.running.append((call.begin("expert_parallel dgrad", (dy,), results), (expert_x,), activated))
         return dy.new_empty(0), None

@@ -67,6 +67,21 @@ def test_equals_the_stock_layer(moe_ranks: World, name: str) -> None:
     check(moe_ranks, CASES[name])
 
 
+# Each call has another routing.
+OF_COPIES = {
+    "EP4, shared, recompute": MoECase(
+        expert=4, config={**SHARED, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    ),
+    "EP4, one expert a rank": MoECase(expert=4, experts=4),
+    "bf16, EP2, dropping": MoECase(dtype=torch.bfloat16, config={"moe_expert_capacity_factor": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", OF_COPIES)
+def test_equals_the_stock_layer_over_copies(moe_ranks: World, name: str) -> None:
+    check(moe_ranks, replace(OF_COPIES[name], copies=True))
+
+
 # The daily run has each case with one of the two.
 OF_TE = {
     "EP2": "grouped",

@@ -13,6 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from scripts.kernels.cpu_backend import CpuBackend
 
 HIDDEN, FFN, ROWS = 64, 96, 37
 SHARED = {"moe_shared_expert_intermediate_size": 48}
@@ -25,6 +28,7 @@ class MoECase:
     Attributes:
         spec: `local`, `te` (sequential experts of TransformerEngine linears) or `grouped`.
         main_grad: gradients are added to `main_grad`.
+        copies: messages are copies through symmetric memory.
         config: further fields of Megatron's configuration.
     """
 
@@ -38,6 +42,7 @@ class MoECase:
     gated: bool = True
     main_grad: bool = False
     deterministic: bool = False
+    copies: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -158,8 +163,16 @@ def against_stock(group: dist.ProcessGroup, case: MoECase) -> dict[str, Any]:
             own.copy_(same)
     expected = [step(plain, stock_case, seed) for seed in (0, 1)]
     with _session(case) as session:
+        if case.copies:
+            experts = layer.token_dispatcher.ep_group
+            copies = CopyTransport(CpuBackend(HostGroup(experts)), ring_bytes=512)
+            session.transports.insert(experts, copies, "copies")
         got = [step(layer, case, seed) for seed in (0, 1)]
         sites = session.report().sites
+        if case.copies:
+            assert not any(ring._number for ring in copies.rings.sent.values())
+            assert {"expert_received", "expert_returned"} <= set(copies.buffer_pool.sizes())
+        dist.barrier(group)
     differ, worst = [], 0.0
     for first, second in zip(expected, got, strict=True):
         for name, true in first.items():

@@ -70,6 +70,7 @@ class Problem:
         routing = routing_of(case, size)
         self.case, self.group = case, group
         self.sent, self.received = routing[rank], [routing[source][rank] for source in range(size)]
+        self.totals = [[sum(counts) for counts in sent] for sent in routing]
         generator = torch.Generator().manual_seed(100 * case.seed + rank)
 
         def draw(*shape: int) -> torch.Tensor:
