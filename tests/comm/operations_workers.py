@@ -123,14 +123,6 @@ def _experts(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
     return results
 
 
-def _experts_through_rings(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    case = ExpertCase(dtype=torch.bfloat16, probs_dtype=torch.float32, main_grad=True, seed=seed)
-    results: list[torch.Tensor] = Problem(case, group).run(
-        expert_parallel, main_grad=True, group=transports[0], options=case.options
-    )
-    return results
-
-
 OPERATIONS: dict[str, Operation] = {
     "all-reduce": _all_reduce,
     "saved gather": _saved_gather,
@@ -140,25 +132,23 @@ OPERATIONS: dict[str, Operation] = {
     "balanced attention": _varlen,
     "buckets": _buckets,
     "experts": _experts,
-    "experts through rings": _experts_through_rings,
 }
 
 
-def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> tuple[list[int], int]:
+def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> list[int]:
     """Run an operation, forward and backward, with new input in each step.
 
-    Return the steps whose results differ between copies and messages, and the number of pieces sent through rings.
+    Return the steps whose results differ between copies and messages.
     """
     operation = OPERATIONS[name]
-    copies = [CopyTransport(CpuBackend(HostGroup(group)), ring_bytes=1 << 17) for _ in range(2)]
+    copies = [CopyTransport(CpuBackend(HostGroup(group))) for _ in range(2)]
     messages = [OrderedTransport(GlooTransport(group)) for _ in range(2)]
     different = []
     for step in range(1, num_steps + 1):
         got, expected = operation(copies, group, step), operation(messages, group, step)
         if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
             different.append(step)
-    num_pieces = sum(ring._number for transport in copies for ring in transport.rings.sent.values())
     dist.barrier(group)
     for transport in (*copies, *messages):
         transport.close()
-    return different, num_pieces
+    return different

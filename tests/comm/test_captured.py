@@ -11,8 +11,6 @@ from tests.comm import captured, operations_workers
 from tests.helpers.world import World
 
 STEPS = 100
-SYMMETRIC = "all-reduce", "saved gather", "attention projection", "Ulysses attention", "Ulysses layer", "experts"
-"""The operations whose messages are all between symmetric buffers."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,4 @@ def test_a_hundred_replays_in_processes(
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", operations_workers.OPERATIONS)
 def test_other_operations_in_processes(world: World, num_ranks: int, name: str) -> None:
-    """Messages between symmetric buffers pass through no ring. The numbers of messages through rings grow."""
-    for different, num_pieces in world.run(num_ranks, operations_workers.compare, name, 10):
-        assert different == []
-        assert (num_pieces == 0) == (name in SYMMETRIC)
+    assert world.run(num_ranks, operations_workers.compare, name, 10) == [[]] * num_ranks
