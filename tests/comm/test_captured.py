@@ -11,7 +11,7 @@ from tests.comm import captured, operations_workers
 from tests.helpers.world import World
 
 STEPS = 100
-SYMMETRIC = "all-reduce", "saved gather", "attention projection", "Ulysses attention", "Ulysses layer", "experts"
+SYMMETRIC = {*operations_workers.OPERATIONS} - {"balanced attention", "buckets", "experts through rings"}
 """The operations whose messages are all between symmetric buffers."""
 
 
