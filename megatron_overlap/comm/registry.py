@@ -10,7 +10,7 @@ from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, T
 
 CHANNELS: Mapping[str, str] = {
     "": "layers of tensor parallelism, Ulysses, experts and rings of varlen attention",
-    "copies": "layers of tensor parallelism, Ulysses and experts, by copy engines",
+    "copies": "layers of tensor parallelism, Ulysses, experts and gradients, by copy engines",
     "data": "gradient reduce-scatter and parameter all-gather",
     "data sums": "all-gather of summed gradients",
     "intra": "rings of varlen attention inside a node, on NCCL",
@@ -27,7 +27,7 @@ the other part."""
 
 
 class Transports:
-    """Owner of the open transports: at most one for each process group and channel."""
+    """Owner of the open transports: at most one for each process group and channel. Channels may have the same one."""
 
     def __init__(self) -> None:
         self._open: dict[dist.ProcessGroup, dict[str, Transport]] = {}
@@ -65,14 +65,15 @@ class Transports:
     def close(self, group: dist.ProcessGroup | None = None) -> None:
         """Close the transports of `group` in all channels; None closes the transports of all groups."""
         for each in list(self._open) if group is None else [group]:
-            for transport in self._open.pop(each, {}).values():
+            for transport in dict.fromkeys(self._open.pop(each, {}).values()):
                 transport.close()
 
     def buffers(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Iterate over the open transports: channel and ranks in words, and bytes by buffer."""
         for group, channels in self._open.items():
             ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
-            for channel, transport in channels.items():
+            names = {transport: channel for channel, transport in reversed(channels.items())}
+            for transport, channel in reversed(names.items()):
                 yield f"{channel} of {ranks}" if channel else ranks, transport.buffer_pool.sizes()
 
 

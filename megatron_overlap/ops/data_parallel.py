@@ -16,9 +16,10 @@ from itertools import count
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.wgrad import add_terms, add_wide, like_fp32
-from megatron_overlap.schedules import Chunk, ChunkLayout, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules import Chunk, ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 
 # One piece remains to be added after the last message: about 1 ms of a CPU core.
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -28,13 +29,15 @@ _BLOCK = 1 << 18
 
 _scatter_plan = lru_cache(maxsize=64)(reduce_scatter_plan)
 _gather_plan = lru_cache(maxsize=64)(all_gather_plan)
+_layout = lru_cache(maxsize=256)(ChunkLayout)
 
 
 class GradientReduce:
     """Sums buckets over ranks, several at a time. Every rank begins the same buckets in the same order.
 
     On the CPU, received shards are added when a later bucket begins, or in `wait`. On CUDA, messages and sums run in
-    order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum.
+    order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum. Over copy engines
+    it is symmetric. Gathers have none: all are in flight at once, so their buffers would hold all parameters again.
 
     Args:
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
@@ -100,6 +103,33 @@ class GradientReduce:
             self._pending[0].wait()
 
 
+class _Shards:
+    """The received shards of buckets of one layout in a buffer, and the messages of each such bucket."""
+
+    def __init__(self, plan: Plan, layout: ChunkLayout, buffer: torch.Tensor) -> None:
+        self._plan, self._layout, self._buffer = plan, layout, buffer
+        self.repeated = Repeated(self._transfers)
+
+    def terms(self, owner: int) -> list[torch.Tensor]:
+        """By piece, what `owner` receives, `[R - 1, elements]`: by distance of the source."""
+        layout, others = self._layout, self._layout.num_ranks - 1
+        lengths = [layout.num_chunk_rows(Chunk(owner, part)) for part in range(layout.chunks_per_rank)]
+        terms = self._buffer[: sum(lengths) * others].split([length * others for length in lengths])
+        return [each.view(others, length) for each, length in zip(terms, lengths, strict=True)]
+
+    def _transfers(self, bucket: torch.Tensor | None) -> list[Transfer]:
+        assert bucket is not None
+        rank, size = self._plan.rank, self._layout.num_ranks
+        terms, transfers = [self.terms(owner) for owner in range(size)], []
+        for message in self._plan.messages:
+            (to, part), own = message.send, message.recv.part
+            received = terms[rank][own][(rank - message.source) % size - 1]
+            lands = terms[to][part][(to - rank) % size - 1]
+            send = bucket[slice(*self._layout.rows(message.send))]
+            transfers.append(Transfer(message, send, received, lands=lands))
+        return transfers
+
+
 class Reduction:
     """The pending sum of one bucket. Made by `GradientReduce.begin`."""
 
@@ -110,23 +140,18 @@ class Reduction:
         self._gathering: Gathering | None = None
         # The piece that is added last is small.
         self._pieces = owner.pieces or max(1, min(_MAX_PIECES, bucket.nbytes // size // _PIECE_BYTES))
-        self._layout = ChunkLayout(bucket.numel(), size, self._pieces)
+        self._layout = layout = _layout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
         self._messages = plan.messages
         self._next = 0
         self._number = next(number for number in count() if number not in owner.used_buffers)
         owner.used_buffers.add(self._number)
-        lengths = [self._layout.num_chunk_rows(Chunk(rank, part)) for part in range(self._pieces)]
-        buffer = transport.buffer_pool.take(f"bucket{self._number}", (sum(lengths) * (size - 1),), bucket)
-        # By piece, then by distance of the source.
-        terms = buffer.split([length * (size - 1) for length in lengths])
-        self._terms = [each.view(size - 1, length) for each, length in zip(terms, lengths, strict=True)]
-        transfers = []
-        for message in plan.messages:
-            send = slice(*self._layout.rows(message.send))
-            received = self._terms[message.recv.part][(rank - message.source) % size - 1]
-            transfers.append(Transfer(message, bucket[send], received))
-        self._p2p_work = transport.begin(transfers, "gradient reduce-scatter")
+        # Rank 0 has the longest shard.
+        name, shape = f"bucket{self._number}", (layout.shard_rows(0) * (size - 1),)
+        of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
+        shards = repeated(transport, of, lambda: _Shards(*of)) if transport.prepares else _Shards(*of)
+        self._terms = shards.terms(rank)
+        self._p2p_work = transport.begin(Exchange(shards.repeated, bucket), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:

@@ -101,7 +101,8 @@ def _varlen(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int
 
 
 def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    buckets = [bucket.detach() for bucket in _draw(64 * seed + group.rank(), *[(480,)] * 6)]
+    shapes = [(count,) for count in (480, 480, 479, 482, 480, 480)]  # the shards of the third and fourth differ
+    buckets = [bucket.detach() for bucket in _draw(64 * seed + group.rank(), *shapes)]
     for gather, some in ((None, buckets[:2]), (transports[1], buckets[2:4])):
         reduce = GradientReduce(transports[0], gather=gather, wide=True, pieces=3)
         for reduction in [reduce.begin(bucket, mean=True) for bucket in some]:
@@ -109,6 +110,19 @@ def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
         reduce.close()
     for gathering in [Gathering(transports[0], bucket) for bucket in buckets[4:]]:
         gathering.wait()
+    return buckets
+
+
+def _gradient_buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    """Several buckets in flight, of two sizes and dtypes."""
+    size = group.size()
+    shapes = [(480,), (480,), (120 * size,), (124 * size,)]
+    buckets = [bucket.detach() for bucket in _draw(64 * seed + group.rank(), *shapes)]
+    buckets += [bucket.float() for bucket in buckets]
+    reduce = GradientReduce(transports[0], wide=True, pieces=3)
+    for reduction in [reduce.begin(bucket, mean=True) for bucket in buckets]:
+        reduction.wait()
+    reduce.close()
     return buckets
 
 
@@ -131,6 +145,7 @@ OPERATIONS: dict[str, Operation] = {
     "Ulysses layer": _ulysses_layer,
     "balanced attention": _varlen,
     "buckets": _buckets,
+    "gradient buckets": _gradient_buckets,
     "experts": _experts,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_overlap.ops.data_parallel import Reduction
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.ops.data_parallel import GradientReduce, Reduction
+from tests.comm.copy_protocol import RecordedBackend, Recording, ordered, play
 from tests.helpers.world import World, assert_same
 from tests.ops import data_parallel_workers as cases
 
@@ -84,3 +87,35 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
         "bucket: shape (4,): must be one contiguous dimension",
         "bucket: 9 elements: not divisible by 2 ranks; pad it",
     ]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_over_copies_in_every_order(size: int, in_turn: bool) -> None:
+    """Also with one hardware queue. Later calls enqueue prepared steps, and no message passes through a ring."""
+    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
+    backends = [RecordedBackend(rank, size, arenas, "cuda") for rank in range(size)]
+    of_ranks = [[bucket + rank for bucket in torch.ones(4, 8 * size).cumsum(0)] for rank in range(size)]
+    expected = [bucket.clone() for bucket in map(sum, zip(*of_ranks, strict=True))]
+    for rank, (backend, buckets) in enumerate(zip(backends, of_ranks, strict=True)):
+        transport = CopyTransport(backend)
+        reduce = GradientReduce(transport, pieces=2)
+        with Recording(backend.computing):
+            notes = set()  # the number of waits that are prepared
+            for bucket in buckets:
+                reduction = reduce.begin(bucket)
+                notes.add(transport.waits._num_repeated)
+                if in_turn:
+                    reduction.wait()
+            reduce.close()
+        assert not any(ring._number for ring in transport.rings.sent.values())
+        assert len(notes) == (1 if in_turn else 4), rank
+    ordered([queue for backend in backends for queue in backend.queues])
+    ordered([backend.one_hardware_queue() for backend in backends])
+    for rank, buckets in enumerate(of_ranks):
+        for bucket, number in zip(buckets, range(1, 5), strict=True):
+            bucket.fill_(float(number + rank))
+    play([queue for backend in backends for queue in backend.queues], random.Random(size).randrange)
+    for rank, buckets in enumerate(of_ranks):
+        own = slice(8 * rank, 8 * rank + 8)
+        assert all(torch.equal(bucket[own], total[own]) for bucket, total in zip(buckets, expected, strict=True))

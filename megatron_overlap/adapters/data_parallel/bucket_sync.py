@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
 from megatron_overlap.adapters.wrapping import Method, with_globals
@@ -63,7 +63,8 @@ class DataParallelAdapter(Adapter):
         key = (group, whole, wide)
         if key not in self._reducers:
             gather = open_transport(self.session, group, "data sums") if whole else None
-            self._reducers[key] = GradientReduce(open_transport(self.session, group, "data"), gather=gather, wide=wide)
+            transport = open_device_transport(self.session, group, "data")
+            self._reducers[key] = GradientReduce(transport, gather=gather, wide=wide)
         name = "all_reduce" if whole else "reduce_scatter"
         self._count(name, bucket, group, 2 if whole else 1)
         check = [self._check.reduce(name, bucket, group, op, whole)] if self._check.due else []

@@ -139,7 +139,9 @@ def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecor
     return check.flight_recorder
 
 
-def open_device_transport(session: Session, group: dist.ProcessGroup, *, over_nodes: bool = False) -> Transport:
+def open_device_transport(
+    session: Session, group: dist.ProcessGroup, channel: str = "", *, over_nodes: bool = False
+) -> Transport:
     """Return the transport of operations on symmetric buffers: copy engines, or as `open_transport`. Collective.
 
     The report names the transport of each group of GPUs, and why it has no copies. With `over_nodes` a group on several
@@ -149,15 +151,14 @@ def open_device_transport(session: Session, group: dist.ProcessGroup, *, over_no
     if transport is not None:
         return transport
     if dist.get_backend(group) != "nccl":
-        return open_transport(session, group)
+        return open_transport(session, group, channel)
     found = _open_copies(session, group, over_nodes=over_nodes)
     ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
     copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
     session.counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
-    if isinstance(found, str):
-        return open_transport(session, group)
-    session.transports.insert(group, found, "copies")
-    return found
+    transport = open_transport(session, group, channel) if isinstance(found, str) else found
+    session.transports.insert(group, transport, "copies")
+    return transport
 
 
 def _open_copies(session: Session, group: dist.ProcessGroup, *, over_nodes: bool) -> Transport | str:

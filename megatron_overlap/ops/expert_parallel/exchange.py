@@ -52,9 +52,9 @@ class ExpertPass:
         self._inputs: dict[Segment, torch.Tensor] = {}
         there, home = [], []
         for each in plan.messages:
-            sent, arrived = _tokens(each.sent), slice(each.arrives, each.arrives + each.num_received)
+            sent, count = _tokens(each.sent), each.num_received
+            arrived, returns = (slice(first, first + count) for first in (each.arrives, each.returns))
             lands = slice(each.lands, each.lands + sent.stop - sent.start)
-            returns = slice(each.returns, each.returns + each.num_received)
             there.append((_rows(tokens, sent), _rows(received, arrived), _rows(received, lands)))
             home.append((_rows(outputs, arrived), _rows(returned, sent), _rows(returned, returns)))
         transfers = []

@@ -122,29 +122,37 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    # On a device NCCL's kernels carry the messages. The next one starts when it has ended.
+    # On a device copies or NCCL's kernels carry the messages. The next one starts when it has ended.
     on_device, link = model.on_device, model.link(experts.parallel)
+    copy_us = link.copy_us if on_device and experts.copies else None
+    flag_us, others = 0.0 if copy_us is None else link.flag_us, experts.parallel - 1
     near = min(experts.parallel, model.profile.devices_per_node)
     steps = Stream(0.0 if on_device else None)
 
-    def send(segments: Segments, peer: int) -> int:
+    def send(index: int, segments: Segments, peer: int, *, dispatch: bool) -> int:
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
         peer_link = model.link(near) if peer < near else link
         queued_us = peer_link.latency_us + model.launch_us if on_device else 0.0
+        if copy_us is not None:
+            # Probabilities are copies too. The first copy to each peer waits until its buffer is free.
+            queued_us = (1 + (dispatch != backward)) * copy_us + (1 + (index < others)) * flag_us
         return steps.send(float(num_bytes), link.copy_rate / peer_link.copy_rate, queued_us=queued_us)
 
-    for message in plan.messages:
-        send(message.sent, message.to)
+    for index, message in enumerate(plan.messages):
+        send(index, message.sent, message.to, dispatch=True)
     steps.compute(filler_us)
     own, combined = list(plan.own), []
     for index, message in enumerate(plan.messages):
         while len(plan.own) - len(own) < message.own_before:
             steps.compute(layer.pieces_us(own.pop(0).rows, backward=backward))
-        steps.compute(layer.pieces_us(message.received, backward=backward), index)
-        combined.append(send(message.received, message.source))
+        steps.compute(flag_us + layer.pieces_us(message.received, backward=backward), index)
+        combined.append(send(index, message.received, message.source, dispatch=False))
     for piece in own:
         steps.compute(layer.pieces_us(piece.rows, backward=backward))
+    steps.compute(layer.moved_us(2 * layer.rows))  # the rows in order of the experts
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
-    steps.compute(0.0, *combined)
-    return run_streams([steps], model, link, "message" if on_device else "copy")
+    for result, message in zip(combined, plan.messages, strict=True):
+        rows = 0 if copy_us is None else sum(segment.rows for segment in message.sent)
+        steps.compute(flag_us + layer.moved_us(2 * rows), result)
+    return run_streams([steps], model, link, "message" if on_device and copy_us is None else "copy")

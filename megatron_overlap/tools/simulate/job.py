@@ -31,12 +31,14 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 class Experts:
     """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
 
-    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster.
+    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster. With
+    `copies` the plugin sends by the copy engines of the link, if it has some.
     """
 
     shape: ExpertShape
     parallel: int = 1
     overlap: ExpertOverlap = "none"
+    copies: bool = True
 
     @property
     def local(self) -> int:
@@ -290,7 +292,8 @@ def _experts(config: LaunchConfig) -> Experts | None:
         raise ValueError(f"megatron_args: {_EXPERT_TENSOR} {tensor}: the simulator models 1 only")
     if TWO_MICROBATCHES in args:
         raise ValueError(f"megatron_args: {TWO_MICROBATCHES}: the simulator does not model it")
-    return Experts(shape, config.expert_parallel_size, config.overlap.expert.method)
+    overlap = config.overlap
+    return Experts(shape, config.expert_parallel_size, overlap.expert.method, overlap.transport != "nccl")
 
 
 def _virtual(config: LaunchConfig) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, Session, enable
+from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.ops import reference
 from tests.helpers.collectives import LateNodesTransport
 from tests.helpers.numerics import assert_close_to_exact
@@ -369,7 +370,10 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
 
 
 def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tuple[str, float | None, str, bool]:
-    """How a session opens the copies of a group: channel, deadline, flight recorder, and whether hosts may differ."""
+    """How a session opens the copies of a group: channel, deadline, flight recorder, and whether hosts may differ.
+
+    A group without copies is asked once, whoever opens its transport.
+    """
     from megatron_overlap.adapters.diagnostics import consistency
     from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
@@ -384,10 +388,13 @@ def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tu
         patch.object(consistency, "open_copies", open_copies),
         patch.object(consistency.dist, "get_backend", return_value="nccl"),
         patch.object(consistency, "_checked_recorder", return_value="recorder"),
-        patch.object(consistency, "open_transport", return_value="messages"),
+        patch.object(consistency, "open_transport", return_value=GlooTransport(group)) as opened_transport,
     ):
         adapter: Any = session.adapter(LinearAdapter)
-        assert adapter.transport(group) == adapter.transport(group) == "messages"
+        assert adapter.transport(group) is adapter.transport(group) is opened_transport.return_value
+        session.transports.insert(group, opened_transport.return_value)
+        assert consistency.open_device_transport(session, group) is opened_transport.return_value
+        assert len([*session.transports.buffers()]) == 1
         assert set(session.counters.transports.values()) == {"NCCL: no GPU"}
     options, between = opened
     return options.channel, options.timeout_s, options.flight_recorder, between

@@ -213,14 +213,27 @@ def test_copy_engines_carry_large_gathers_of_parts() -> None:
     assert free < taken < only_nccl
 
 
-def test_experts_run_on_nccl() -> None:
-    def played(**changes: float) -> Any:
-        return _played(ExpertLayer(gpu(**changes), Experts(SHAPE, 4, "p2p"), 1024, False, 512), 0.0, False)
+def experts(*, copies: bool, **changes: Any) -> Any:
+    return _played(ExpertLayer(gpu(**changes), Experts(SHAPE, 4, "p2p", copies), 1024, False, 512), 0.0, False)
 
-    free = played(tflops=1e6)
-    slow = played(tflops=1e6, latency_us=NCCL_US + 100)
+
+@pytest.mark.parametrize(("copies", "engines"), [(False, True), (True, False)])
+def test_experts_over_nccl(copies: bool, engines: bool) -> None:
+    free, slow = (
+        experts(copies=copies, engines=engines, tflops=1e6, latency_us=NCCL_US + more_us) for more_us in (0, 100)
+    )
     assert slow.time_us - free.time_us == pytest.approx(100 * free.num_messages, rel=0.01)
-    assert played(collective=0.5, gbps=0.1).compute_us > 1.1 * played(collective=0.0, gbps=0.1).compute_us
+    busy, idle = (experts(copies=copies, engines=engines, collective=share, gbps=0.1) for share in (0.5, 0.0))
+    assert busy.compute_us > 1.1 * idle.compute_us
+
+
+def test_experts_over_copies() -> None:
+    """Each message has a flag, the first one to each of three peers two; then the flag of the last result remains."""
+    run = experts(copies=True, tflops=1e6)
+    # In dispatch a message has two tensors.
+    moved_us = run.sent_bytes / 1e4 + 3 * COPY_US * run.num_messages / 2 + FLAG_US * (run.num_messages + 2 * 3)
+    assert run.time_us == pytest.approx(moved_us + FLAG_US, rel=1e-3)
+    assert experts(copies=True, tflops=1e6, latency_us=1e3).time_us == run.time_us
 
 
 ONE_H200 = json.loads((ROOT / "docs/results/first_contact.json").read_text())["link 1"]["rows"]

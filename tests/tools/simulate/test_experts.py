@@ -146,7 +146,10 @@ def test_shipped_layouts_fit_and_expose_less_than_stock(layout: str) -> None:
 
 def test_mixtral_has_its_parameters() -> None:
     """46.7 billion; the vocabulary is padded."""
-    given = job_of(load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8" / "overlap.yaml"))
+    config = CONFIGS / "mixtral_8x7b_tp4_ep8" / "overlap.yaml"
+    given = job_of(load_launch_config(config))
+    by_nccl = job_of(load_launch_config(config, ["overlap.transport=nccl"]))
+    assert [job.experts is not None and job.experts.copies for job in (given, by_nccl)] == [True, False]
     dense = given.stage_parameters(0) - given.stage_expert_parameters()
     assert 4 * dense + 8 * given.stage_expert_parameters() == pytest.approx(46_702_792_704, rel=1e-4)
 
