@@ -35,7 +35,7 @@ from tests.ops.ulysses import attention_workers as ulysses
 from tests.ops.varlen import attention_workers as varlen
 
 Operation = Callable[[Sequence[Transport], dist.ProcessGroup, int], list[torch.Tensor]]
-"""Results and gradients of one step, with input by its seed. Data-parallel buckets use a second transport."""
+"""Results and gradients of one step, with input by its seed. A second transport gathers data-parallel buckets."""
 
 
 def _draw(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
         for reduction in [reduce.begin(bucket, mean=True) for bucket in some]:
             reduction.wait()
         reduce.close()
-    for gathering in [Gathering(transports[0], bucket) for bucket in buckets[4:]]:
+    for gathering in [Gathering(transports[1], bucket) for bucket in buckets[4:]]:
         gathering.wait()
     return buckets
 
@@ -156,8 +156,8 @@ def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> list[int]:
     Return the steps whose results differ between copies and messages.
     """
     operation = OPERATIONS[name]
-    copies = [CopyTransport(CpuBackend(HostGroup(group))) for _ in range(2)]
     messages = [OrderedTransport(GlooTransport(group)) for _ in range(2)]
+    copies = [CopyTransport(CpuBackend(HostGroup(group))), OrderedTransport(GlooTransport(group))]
     different = []
     for step in range(1, num_steps + 1):
         got, expected = operation(copies, group, step), operation(messages, group, step)

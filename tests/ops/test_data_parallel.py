@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sums_over_copies_in_every_order(size: int, in_turn: bool) -> None:
-    """Also with one hardware queue. Later calls enqueue prepared steps, and no message passes through a ring."""
+    """Also with one hardware queue. Later calls enqueue prepared steps."""
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, "cuda") for rank in range(size)]
     of_ranks = [[bucket + rank for bucket in torch.ones(4, 8 * size).cumsum(0)] for rank in range(size)]
@@ -108,7 +108,6 @@ def test_sums_over_copies_in_every_order(size: int, in_turn: bool) -> None:
                 if in_turn:
                     reduction.wait()
             reduce.close()
-        assert not any(ring._number for ring in transport.rings.sent.values())
         assert len(notes) == (1 if in_turn else 4), rank
     ordered([queue for backend in backends for queue in backend.queues])
     ordered([backend.one_hardware_queue() for backend in backends])

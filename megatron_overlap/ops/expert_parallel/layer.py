@@ -63,8 +63,7 @@ def expert_parallel(
         sent: for each rank, the tokens of this rank for each local expert of that rank; sums to T.
         received: for each rank, its tokens for each local expert of this rank.
         experts: MLPs of this rank.
-        totals: for each rank, the tokens that it sends to each rank. With these, messages over copy engines land in
-            symmetric buffers. None: they pass through rings, which limit their size.
+        totals: for each rank, the tokens that it sends to each rank. Copy engines need them, other transports do not.
         group: the ranks, or their transport.
         options: number of messages and order; the same on every rank. None uses `ExpertOptions()`.
         observer: called after every pass.

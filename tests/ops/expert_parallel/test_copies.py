@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.symmetric.heap import MAX_FLAGS
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import ExpertOptions, MLPExperts, expert_parallel
 from megatron_overlap.ops.call import Projection
@@ -182,29 +181,9 @@ def test_one_hardware_queue_overlaps_as_eight_do(hidden: int) -> None:
     assert one <= 1.05 * max(work, sum(copies)) + max(copies)
 
 
-def _chunks(num_rows: int, device: str, ring_bytes: int) -> tuple[list[RecordedQueue], list[int]]:
-    """A pass in which rank 0 sends `num_rows` rows to rank 1 in chunks of 64, and the pieces of each rank in rings."""
-    routing: Routing = [[[0], [num_rows]], [[0], [0]]]
-    arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
-    backends = [RecordedBackend(rank, 2, arenas, device) for rank in range(2)]
-    pieces = []
-    for rank, backend in enumerate(backends):
-        transport = CopyTransport(backend, ring_bytes=ring_bytes)
-        received = [sent[rank] for sent in routing]
-        totals = [list(map(sum, sent)) for sent in routing]
-        plan = expert_plan(rank, routing[rank], received, totals=totals, parts=70, min_rows=64)
-        tokens = (torch.zeros(plan.num_tokens, HIDDEN),)
-        with Recording(backend.computing):
-            expert_pass = ExpertPass(transport, plan, "experts", tokens, (tokens[0].clone(),), serial=False)
-            expert_pass.run(lambda segment, inputs, outputs: outputs[0].copy_(inputs[0]), fixed_order=True)
-            expert_pass.finish()
-        pieces.append(sum(ring._number for ring in transport.rings.sent.values()))
-    return [queue for backend in backends for queue in backend.queues], pieces
-
-
-def test_more_messages_than_flags_pass_through_a_ring() -> None:
-    queues, pieces = _chunks(70 * 64, "cpu", 1 << 16)
-    assert pieces == [70 - MAX_FLAGS] * 2
-    ordered(queues)
-    with pytest.raises(TransportError, match="use a larger ring_bytes"):
-        _chunks(70 * 64, "cuda", 2048)
+def test_experts_over_copies_need_the_counts_of_all_ranks() -> None:
+    x, probs, weights = torch.zeros(2, HIDDEN), torch.zeros(2), [Projection(torch.zeros(HIDDEN, HIDDEN))]
+    experts = MLPExperts(weights, weights, activation)
+    counts = [[1], [1]]
+    with pytest.raises(TransportError, match="^expert_parallel: cannot send message 0 .* it lands in no symmetric"):
+        expert_parallel(x, probs, counts, counts, experts, group=CopyTransport(RecordedBackend(0, 2, {})))
