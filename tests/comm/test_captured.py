@@ -11,7 +11,14 @@ from tests.comm import captured, operations_workers
 from tests.helpers.world import World
 
 STEPS = 100
-SYMMETRIC = "all-reduce", "saved gather", "attention projection", "Ulysses attention", "Ulysses layer"
+SYMMETRIC = (
+    "all-reduce",
+    "saved gather",
+    "attention projection",
+    "Ulysses attention",
+    "Ulysses layer",
+    "balanced attention",
+)
 """The operations whose messages are all between symmetric buffers."""
 
 

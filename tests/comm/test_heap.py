@@ -25,6 +25,8 @@ def test_a_name_keeps_its_memory_until_it_grows() -> None:
     grown = buffers.take("gather", (200,), like, symmetric=True)
     assert grown.data_ptr() != first.data_ptr()
     assert buffers.sizes() == {"gather": 800, "received": 40}
+    buffers.take("gather", (201,), like, symmetric=True)
+    assert buffers.sizes()["gather"] == 1000
 
 
 def test_a_buffer_of_a_graph_outlives_a_larger_one() -> None:

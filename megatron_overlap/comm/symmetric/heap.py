@@ -10,7 +10,7 @@ from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import SymmetricBackend, aligned
 from megatron_overlap.comm.transport import TransportError
 
-MAX_FLAGS = 64
+MAX_FLAGS = 256
 """Flags of a symmetric buffer for each source: the most messages of one operation from one rank to one buffer."""
 
 
@@ -40,7 +40,7 @@ class HeapPool(BufferPool):
     """See `BufferPool`. A symmetric buffer is an arena of its own, with the flags of the messages that land in it.
 
     A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
-    in the first steps.
+    in the first steps: a buffer grows by at least a quarter.
 
     A replay of a CUDA graph writes to the buffers, and runs no Python. After a capture the pool therefore recalls no
     content, and keeps the buffers that larger ones replace.
@@ -80,10 +80,12 @@ class HeapPool(BufferPool):
             if num_bytes == 0:
                 return super().take(name, shape, like)
             buffer = self._buffers.get((name, dtype))
-            if buffer is None or buffer.data[self._backend.rank].numel() < num_bytes:
+            present = 0 if buffer is None else buffer.data[self._backend.rank].numel()
+            if present < num_bytes:
                 self.forget()
                 self._replace(buffer)
-                buffer = self._buffers[name, dtype] = self._map(name, dtype, num_bytes)
+                buffer = self._buffers[name, dtype] = self._map(name, dtype, max(num_bytes, present * 5 // 4))
+            assert buffer is not None
             with torch.inference_mode(False):
                 bytes_of_shape = buffer.data[self._backend.rank][:num_bytes]
                 taken = self._keep((name, dtype, *shape), bytes_of_shape.view(dtype).view(*shape))
