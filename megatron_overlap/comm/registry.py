@@ -10,7 +10,7 @@ from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, T
 
 CHANNELS: Mapping[str, str] = {
     "": "layers of tensor parallelism, Ulysses, experts and rings of varlen attention",
-    "copies": "layers of tensor parallelism, Ulysses, experts and gradients, by copy engines",
+    "copies": "the same and gradients, by copy engines",
     "data": "gradient reduce-scatter and parameter all-gather",
     "data sums": "all-gather of summed gradients",
     "intra": "rings of varlen attention inside a node, on NCCL",

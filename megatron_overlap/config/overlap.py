@@ -120,8 +120,8 @@ class OverlapFields(Section):
     on 1, 2 and 4 tensor parallel ranks."""
     check: CheckOverlap = CheckOverlap()
     transport: Literal["auto", "copies", "nccl"] = "auto"
-    """Messages of tensor.method p2p, Ulysses, experts and gradients between GPUs: copies: copy engines write to the
-    memory of peers; nccl: NCCL's kernels; auto: copies inside a host whose ranks reach each other, else NCCL."""
+    """Messages of tensor.method p2p, Ulysses, varlen, experts and gradients between GPUs: copies: copy engines write to
+    the memory of peers; nccl: NCCL's kernels; auto: copies inside a host whose ranks reach each other, else NCCL."""
     register_buffers: bool = False
     """NCCL: allocate message buffers with NCCL's allocator and register them."""
     trace: bool = False

@@ -70,13 +70,17 @@ def transport_for(group: dist.ProcessGroup | Transport) -> Transport:
     return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
 
 
-def repeated[Derived](transport: Transport, of: tuple[object, ...], build: Callable[[], Derived]) -> Derived:
-    """What `build` returned for the same objects `of` in an earlier call with the present buffers of the transport."""
-    derived = transport.buffer_pool.derived
-    key = tuple(map(id, of))
-    found = derived.get(key)
-    if found is None:
-        found = derived[key] = of, build()  # `of` must live as long as its identity is a key
+def repeated[Derived](
+    transport: Transport, of: tuple[object, ...], build: Callable[[], Derived], name: str = ""
+) -> Derived:
+    """What `build` returned for the same objects `of` in an earlier call with the present buffers of the transport.
+
+    With a name, only for the objects of the last call with this name.
+    """
+    derived, ids = transport.buffer_pool.derived, tuple(map(id, of))
+    found = derived.get(name or ids)
+    if found is None or tuple(map(id, found[0])) != ids:
+        found = derived[name or ids] = of, build()  # `of` must live as long as its identity is compared
     derived_before: Derived = found[1]
     return derived_before
 

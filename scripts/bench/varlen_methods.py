@@ -20,7 +20,7 @@ from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout
-from megatron_overlap.ops.varlen.layout import RowMessages
+from megatron_overlap.ops.varlen.layout import RowMessages, Rows
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
 from megatron_overlap.schedules.varlen.messages import messages_of
@@ -193,6 +193,7 @@ class Silent:
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.buffer_pool, self.exposed_s = BufferPool(), 0.0
+        self.on_device = self.prepares = False
         self._filled: set[tuple[int, int]] = set()
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> Silent:
@@ -207,7 +208,7 @@ class Silent:
     def mark_ready(self, work_done: int) -> None:
         """Does nothing."""
 
-    def wait(self, exchange: int) -> None:
+    def wait(self, *messages: int) -> None:
         """Returns at once."""
 
     def is_completed(self, exchange: int) -> bool:
@@ -242,9 +243,8 @@ class Messages:
                 if messages is not None and name in kinds:
                     label, width = f"messages {name} {number}", row_bytes // wide.itemsize
                     rows = self._transport.buffer_pool.take(label, (most, width), wide)
-                    p2p_works.append(
-                        RowMessages(self._transport, messages, _Always(rows), _Always(rows), {}, wide, width, label)
-                    )
+                    both = Rows(rows, _Always(slice(0, most)))
+                    p2p_works.append(RowMessages(self._transport, [messages], both, both, {}, messages, label))
         return p2p_works
 
     def run(self, *, backward: bool) -> None:
@@ -256,14 +256,14 @@ class Messages:
                 p2p_work.wait_all()
 
 
-class _Always(dict[Any, torch.Tensor]):
+class _Always(dict[Any, slice]):
     """The same rows under every key."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: slice) -> None:
         super().__init__()
         self._rows = rows
 
-    def __missing__(self, key: Any) -> torch.Tensor:
+    def __missing__(self, key: Any) -> slice:
         return self._rows
 
 

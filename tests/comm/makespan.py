@@ -49,6 +49,10 @@ class Gpu:
         waves = ceil(ceil(m / self.tile[0]) * ceil(n / self.tile[1]) / self.num_sms)
         return self.latency_s + waves * 2 * self.tile[0] * self.tile[1] * k / self.sm_flops
 
+    def attention_s(self, m: int, n: int, width: int, *, backward: bool) -> float:
+        """Duration of attention of m queries with n visible keys, at the rate of a GEMM; `width` is of all heads."""
+        return self.latency_s + (10 if backward else 4) * m * n * width / (self.num_sms * self.sm_flops)
+
     def move_s(self, num_bytes: int) -> float:
         """Duration of an elementwise kernel or a local copy that reads and writes `num_bytes`."""
         return self.latency_s + num_bytes / self.memory
@@ -72,6 +76,11 @@ class Work(TorchDispatchMode):
             a, b = args[:2] if name == "mm" else args[1:3]
             seconds = self._gpu.gemm_s(a.shape[0], b.shape[1], a.shape[1])
             self._device.put("work", f"{name} {tuple(a.shape)} {tuple(b.shape)}", seconds=seconds, uses_sms=True)
+        elif name in ("_flash_attention_forward", "_flash_attention_backward"):
+            backward = name.endswith("backward")
+            (m, heads, size), (n, _, _) = (args[backward + each].shape[-3:] for each in range(2))
+            seconds = self._gpu.attention_s(m, n, heads * size, backward=backward)
+            self._device.put("work", f"{name} {m} {n}", seconds=seconds, uses_sms=True)
         elif name in ("add", "add_", "cat", "copy_", "mul", "sum"):
             moved = sum(tensor.nbytes for tensor in tree_leaves((args, result)) if isinstance(tensor, torch.Tensor))
             self._device.put("work", name, seconds=self._gpu.move_s(moved), uses_sms=True)

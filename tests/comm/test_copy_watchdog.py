@@ -229,10 +229,13 @@ def test_the_flight_recorder_explains_the_first_peer(capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err == f"{raised.value}\n"
 
 
-def test_repeated_waits_are_remembered_and_others_until_many_later() -> None:
+def test_waits_are_remembered_until_many_later() -> None:
+    """Those that repeat and those that do not: the steps of other plans replace the prepared ones."""
     waits, chunk = Waits(on_device=False), Chunk(0, 0)
     described = [Wait("op", number, Message(chunk, 1, chunk, 1)) for number in range(_NUM_ONCE + 3)]
-    repeated = waits.note(Waits.COMPUTING, described[0], repeats=True)
-    once = [waits.note(Waits.COMPUTING, wait, repeats=False) for wait in described]
-    assert waits.of([0, repeated.number]) == described[:1]
-    assert waits.of([note.number for note in once[3:]]) == described[3:]
+    for repeats in (True, False):
+        first = waits.note(Waits.COMPUTING, described[0], repeats=not repeats)
+        notes = [waits.note(Waits.COMPUTING, wait, repeats=repeats) for wait in described]
+        assert waits.of([0, first.number]) == described[:1]
+        assert waits.of([note.number for note in notes[3:]]) == described[3:]
+    assert len(waits._by_number) == 2 * _NUM_ONCE

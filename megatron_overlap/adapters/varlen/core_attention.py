@@ -21,9 +21,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch.nn import functional
 
-from megatron_overlap.adapters.diagnostics.consistency import open_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.varlen.loader import Batch, LoaderThread
 from megatron_overlap.adapters.wrapping import untraced
+from megatron_overlap.comm import Transport
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.varlen.ring import VarlenTransports
@@ -68,7 +69,7 @@ class VarlenAdapter(Adapter):
         self._cost, ranks = cost, group.size()
         self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
         session.add_close(self.loader_thread.close)
-        self.transports = VarlenTransports.open(group, partial(open_transport, session, group))
+        self.transports = VarlenTransports.open(group, partial(_open_channel, session, group))
         share = -(-tokens // ranks)
         self.capacity = share + -(-share // 16) if wanted.capacity == "auto" else wanted.capacity
         hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
@@ -106,6 +107,10 @@ class VarlenAdapter(Adapter):
         return balanced_attention(
             query, key, value, plan, group=self.transports, softmax_scale=scale, layout="linear", observer=observer
         )
+
+
+def _open_channel(session: Session, group: dist.ProcessGroup, name: str) -> Transport:
+    return open_transport(session, group, name) if name else open_device_transport(session, group)
 
 
 def nodes_of(hosts: Sequence[int]) -> int:

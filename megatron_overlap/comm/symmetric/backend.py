@@ -113,7 +113,7 @@ class SymmetricBackend(Protocol):
 
 
 _NUM_ONCE = 1 << 14
-"""Waits that are enqueued once to remember: more than a host enqueues ahead of its device."""
+"""Waits that are enqueued once to remember, and as many that repeat: more than a host enqueues ahead of its device."""
 
 
 class Wait(NamedTuple):
@@ -158,7 +158,7 @@ class Waits:
     def note(self, queue: int, wait: Wait, *, repeats: bool) -> Note:
         """Return the note of a wait that is enqueued again and again, or once."""
         if repeats:
-            self._num_repeated += 1
+            self._num_repeated = self._num_repeated % _NUM_ONCE + 1
             number = _NUM_ONCE + self._num_repeated
         else:
             self._num_once = self._num_once % _NUM_ONCE + 1

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, Rows
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.ops.varlen.ring import CallOptions, Task, TaskQueues, begin_rings
 from megatron_overlap.schedules.varlen.messages import rebalance_messages
@@ -58,13 +58,15 @@ class PassExecutor:
     def run(self, attention: RingAttention, documents: DocumentsKernel) -> None:
         """Posts all messages and computes all rows: rings with `attention`, whole documents with `documents`."""
         options = self._options
-        queues = TaskQueues(can_query=not self._like.is_cuda)
+        queues = TaskQueues(can_query=not options.transports.rebalance.on_device)
         ends = self._enqueue(queues, documents)
-        groups = begin_rings(options, attention, self.own, queues, self._name)
+        posted = begin_rings(options, attention, self.own, queues, self._name)
         if self._moved is not None:
             self._moved.begin_outbound(self.own.num_ring_rows, ends)
         queues.run(gather_first=options.plan.exchange == "all_gather")
-        self._num_bytes = sum(group.finish() for group in groups)
+        for rows in posted:
+            rows.messages.wait_all()
+        self._num_bytes = sum(rows.messages.num_bytes for rows in posted)
 
     def finish(self) -> list[torch.Tensor]:
         """Returns the results in the layout of the call. The caller has written all of `results`."""
@@ -135,46 +137,58 @@ class _MovedRows:
         name: str,
     ) -> None:
         inbound, self._moves = rebalances
-        self._transport, self._name = transport, name
-        self._num_linear, num_rows = inbound.before[transport.rank], inbound.after[transport.rank]
+        self._transport, self._name, rank = transport, name, transport.rank
+        self._num_linear, num_rows = inbound.before[rank], inbound.after[rank]
         like, self._heads = tensors[0], [x.shape[1] for x in tensors]
-        self.num_in_place = in_place = min(self._num_linear, num_rows)
+        self._in_place = list(map(min, inbound.before, inbound.after))
+        self.num_in_place = in_place = self._in_place[rank]
         shape = (sum(self._heads), like.shape[2])
         # One message carries the moved rows of all tensors.
         leaving = transport.buffer_pool.take(f"{name} sent rows", (self._num_linear - in_place, *shape), like)
         torch.cat([x[in_place:] for x in tensors], dim=1, out=leaving)
-        self._received = transport.buffer_pool.take(f"{name} received rows", (num_rows - in_place, *shape), like)
+        self._received = self._take(f"{name} received rows", inbound.after, shape, like)
         self.rows = [x[:num_rows] for x in tensors]
         self._needs_copy = num_rows > in_place
         if self._needs_copy:
             self.rows = [x.new_empty(num_rows, *x.shape[1:]) for x in tensors]
             for whole, own in zip(self.rows, tensors, strict=True):
                 whole[:in_place] = own
-        self._inbound = self._post(inbound, leaving, self._received, {}, f"{name} inbound", in_place)
-        self.is_arrived = partial(self._inbound.is_completed, self._inbound.receive_rounds)
+        self._inbound = self._post(inbound, leaving, in_place, self._received, self._in_place, {}, f"{name} inbound")
+        self.is_arrived, self._wait_inbound = self._inbound.needs(0, self._inbound.rounds)
         # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
         self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
         self._parts = self._packed.split(list(heads), dim=1)
         self.results = [part[:num_rows] for part in self._parts]
         self._num_steps = 0
 
+    def _take(self, name: str, num_rows: Sequence[int], shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """A buffer of the rows that this rank receives to hold its share of `num_rows`; for copies that of any rank."""
+        counts = [count - in_place for count, in_place in zip(num_rows, self._in_place, strict=True)]
+        most = max(counts) if self._transport.prepares else counts[self._transport.rank]
+        return self._transport.buffer_pool.take(name, (most, *shape), like, symmetric=True)
+
     def wait(self) -> None:
         """Waits for the rows of other ranks."""
-        self._inbound.wait(self._inbound.receive_rounds)
+        self._wait_inbound()
         if self._needs_copy:
             self._needs_copy = False
             for whole, part in zip(self.rows, self._received.split(self._heads, dim=1), strict=True):
-                whole[self.num_in_place :] = part
+                whole[self.num_in_place :] = part[: whole.shape[0] - self.num_in_place]
 
     def begin_outbound(self, num_ring_rows: int, ends: Sequence[int]) -> None:
         """Posts the result messages. Step i completes the rows before `ends[i]`; ring rows need one step more."""
         packed = self._packed
         after = {
-            (index, 0): len(ends) + 1 if move.start < num_ring_rows else bisect_left(ends, move.stop) + 1
+            (0, index, 0): len(ends) + 1 if move.start < num_ring_rows else bisect_left(ends, move.stop) + 1
             for index, move in enumerate(self._moves.moves)
             if move.source == self._transport.rank
         }
-        self._outbound = self._post(self._moves, packed, packed, after, f"{self._name} outbound", 0)
+        self._results, first_rows = packed, [0] * self._transport.size
+        if self._transport.prepares:
+            # Copies land in a symmetric buffer, and the caller keeps the results.
+            self._results = self._take(f"{self._name} received results", self._moves.after, packed.shape[1:], packed)
+            first_rows = self._in_place
+        self._outbound = self._post(self._moves, packed, 0, self._results, first_rows, after, f"{self._name} outbound")
 
     def step(self) -> None:
         """Marks the next rows of the results as ready."""
@@ -184,22 +198,35 @@ class _MovedRows:
     def finish(self) -> list[torch.Tensor]:
         """Waits for all messages; returns the results in the linear layout."""
         self.step()
-        self._outbound.wait(self._outbound.receive_rounds)
+        _, wait = self._outbound.needs(0, self._outbound.rounds)
+        wait()
         self._outbound.wait_all()
+        if self._results is not self._packed:
+            linear = self._packed[self.num_in_place : self._num_linear]
+            linear.copy_(self._results[: linear.shape[0]])
         self.wait()
         self._inbound.wait_all()
         self.num_bytes = self._outbound.num_bytes + self._inbound.num_bytes
         return [part[: self._num_linear] for part in self._parts]
 
     def _post(
-        self, moves: Rebalance, x: torch.Tensor, y: torch.Tensor, after_work: dict[Key, int], name: str, first_row: int
+        self,
+        moves: Rebalance,
+        x: torch.Tensor,
+        first_sent: int,
+        y: torch.Tensor,
+        first_received: Sequence[int],
+        after_work: dict[Key, int],
+        name: str,
     ) -> RowMessages:
         """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
 
-        `first_row` is the row number of `x[0]` in the source layout and of `y[0]` in the destination layout.
+        `x` begins with row `first_sent` of the source layout, `y` of each rank with its row `first_received` of the
+        destination layout.
         """
-        rank = self._transport.rank
-        numbered = [(move, (index, 0)) for index, move in enumerate(moves.moves)]
-        sources = {key: x[m.start - first_row : m.stop - first_row] for m, key in numbered if m.source == rank}
-        sinks = {key: y[m.at - first_row : m.at - first_row + m.rows] for m, key in numbered if m.to == rank}
-        return RowMessages(self._transport, rebalance_messages(moves), sources, sinks, after_work, x, 0, name)
+        rank, numbered = self._transport.rank, [(move, (0, index, 0)) for index, move in enumerate(moves.moves)]
+        sent = {key: slice(m.start - first_sent, m.stop - first_sent) for m, key in numbered if m.source == rank}
+        firsts = [(key, move.at - first_received[move.to], move.rows) for move, key in numbered]
+        received = Rows(y, {key: slice(first, first + rows) for key, first, rows in firsts})
+        plan = rebalance_messages(moves)
+        return RowMessages(self._transport, [plan], Rows(x, sent), received, after_work, moves, name)

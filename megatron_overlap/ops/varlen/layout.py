@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
 from megatron_overlap.comm import P2PWork, Transport
-from megatron_overlap.comm.transport import Transfer
+from megatron_overlap.comm.symmetric.heap import MAX_FLAGS
+from megatron_overlap.comm.transport import Exchange, Repeated, Transfer, TransportError
+from megatron_overlap.ops.call import repeated
 from megatron_overlap.schedules.plan import Chunk, Message
-from megatron_overlap.schedules.varlen import Plan
+from megatron_overlap.schedules.varlen import Plan, message_order
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup
 
-type Key = tuple[int, int]
-"""Payload and ring step; results for an owner have ring step -1."""
+type Key = tuple[int, int, int]
+"""Number of the plan, payload and ring step; results for an owner have ring step -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,78 +96,175 @@ def merge(
         lse[rows] = torch.logaddexp(old, new)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a contiguous tensor by their keys: those of this rank or, in `places`, of all ranks."""
+
+    tensor: torch.Tensor
+    places: Mapping[Key, slice]
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        return self.tensor[self.places[key]]
+
+
 class RowMessages:
-    """The messages of a `MessagePlan` that one rank sends and receives, posted. A rank without messages posts none.
+    """The messages of `MessagePlan`s that one rank sends and receives, posted as one operation.
+
+    A transport that `prepares` copies rows from where they are computed to where they are used, into symmetric buffers:
+    inside a host no path is faster, and a proxy would forward only after its earlier computation. It keeps the prepared
+    steps of the last plans.
 
     Attributes:
         num_bytes: bytes that this rank sends, including those that it forwards as a proxy.
-        receive_rounds: rounds in which this rank receives a message.
+        rounds: those of the only plan in which this rank receives a message.
     """
 
     def __init__(
         self,
         transport: Transport,
-        plan: MessagePlan,
-        sources: Mapping[Key, torch.Tensor],
-        sinks: Mapping[Key, torch.Tensor],
+        plans: Sequence[MessagePlan],
+        sent: Rows,
+        received: Rows,
         after_work: Mapping[Key, int],
-        like: torch.Tensor,
-        width: int,
+        of: object,
         name: str,
     ) -> None:
         """Posts the messages.
 
         Args:
-            plan: messages of all ranks.
-            sources, sinks: the rows `[rows, width]` that this rank sends, and buffers for those that it receives.
+            plans: messages of all ranks, one plan if the transport does not `prepare`. They leave in this order.
+            sent: `[rows, ...]` that this rank sends without having received them.
+            received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
-            like, width: dtype and device, and elements of a row.
+            of: the object from which plans and keys are derived, the same one in each layer.
             name: name of the operation, for errors and buffers.
+
+        Raises:
+            TransportError: copies have too few flags for the messages between two ranks.
         """
-        rank, messages, pairs = transport.rank, plan.messages, plan.rounds(transport.rank)
-        self.receive_rounds = tuple(number for number, (_, recv) in enumerate(pairs) if recv is not None)
+
+        def build() -> _Transfers:
+            return _Transfers(transport, plans, sent.places, received, after_work, name)
+
+        prepares = transport.prepares
+        transfers = repeated(transport, (of, received.tensor), build, name) if prepares else build()
+        self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
+        self.rounds = [number for _, number in transfers.numbers]
+        self._p2p_work: P2PWork = transport.begin(Exchange(transfers.repeated, sent.tensor), name)
+        self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
+
+    def needs(self, plan: int, rounds: Sequence[int]) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Functions for the messages of these rounds: whether all have completed, if it is known, and their wait."""
+        numbers, work = sorted({self._numbers[plan, number] for number in rounds}), self._p2p_work
+        return lambda: all(map(work.is_completed, numbers)), partial(work.wait, *numbers)
+
+
+class _Transfers:
+    """The transfers of one rank, without the tensor of the rows that it sends.
+
+    Attributes:
+        numbers: of the messages that this rank receives, by plan and round.
+        repeated: builds the transfers of a tensor.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        plans: Sequence[MessagePlan],
+        sent: Mapping[Key, slice],
+        received: Rows,
+        after_work: Mapping[Key, int],
+        name: str,
+    ) -> None:
+        self._rank, self._size, self._pool = transport.rank, transport.size, transport.buffer_pool
+        self._sent, self._received, self._after_work, self._name = sent, received, after_work, name
+        self._nothing, self._chunk = received.tensor.new_empty(0), Chunk(transport.rank, 0)
+        self._row_bytes = received.tensor.itemsize * received.tensor.shape[1:].numel()
+        self._all: list[tuple[Message, slice | torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.num_bytes = 0
+        if transport.prepares:
+            self._add_direct(plans)
+        else:
+            (plan,) = plans
+            self._add_rounds(plan)
+        self.repeated = Repeated(self._build)
+
+    def _build(self, x: torch.Tensor | None) -> list[Transfer]:
+        assert x is not None
+        return [
+            Transfer(message, x[send] if isinstance(send, slice) else send, recv, lands=lands)
+            for message, send, recv, lands in self._all
+        ]
+
+    def _own_rows(self, key: Key, start: int, stop: int) -> slice:
+        """Rows `start` to `stop` of those of a key in the tensor of sent rows."""
+        self.num_bytes += (stop - start) * self._row_bytes
+        first: int = self._sent[key].start
+        return slice(first + start, first + stop)
+
+    def _add_direct(self, plans: Sequence[MessagePlan]) -> None:
+        """Adds the messages in the order of the plans and rounds, so both ranks of a pair have the same order."""
+        rank, chunk, nothing, pairs = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
+        for number, plan in enumerate(plans):
+            origins = list[message_order.Message]()
+            for message in plan.messages:
+                origins.append(message if message.after is None else origins[message.after])
+            both = sorted(zip(plan.messages, origins, strict=True), key=lambda pair: pair[0].round)
+            for message, origin in both:
+                source, to = origin.source, message.to
+                if not message.is_final:
+                    continue
+                pairs[source, to] += 1
+                if pairs[source, to] == MAX_FLAGS:
+                    raise TransportError(
+                        f"{self._name}: {MAX_FLAGS} or more messages from rank {source} to rank {to} of the group: too "
+                        "many for the flags of copies; use overlap.transport: nccl"
+                    )
+                if rank not in (source, to):
+                    continue
+                sink = self._received[number, message.payload, -1 if message.to_owner else message.step]
+                lands = sink[message.start : message.stop]
+                if to == rank:
+                    self.numbers[number, message.round] = len(self._all)
+                    self._all.append((Message(chunk, source, chunk, source), nothing, lands, lands))
+                else:
+                    key = number, message.payload, origin.step
+                    posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
+                    self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
+
+    def _add_rounds(self, plan: MessagePlan) -> None:
+        rank, messages, pairs = self._rank, plan.messages, plan.rounds(self._rank)
         # This rank forwards these messages as a proxy.
         forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
         sizes = [messages[index].stop - messages[index].start for index in forwarded]
-        received: dict[int, torch.Tensor] = {}
+        arrived: dict[int, torch.Tensor] = {}
         if sizes:
-            scratch = transport.buffer_pool.take(f"{name} proxy", (sum(sizes), width), like)
-            received.update(zip(forwarded, scratch.split(sizes), strict=True))
-        nothing, unnumbered = like.new_empty(0), Chunk(rank, 0)
-        transfers = []
-        for send, recv in pairs:
-            outgoing = incoming = nothing
-            to = source = (rank + 1) % transport.size
+            shape = sum(sizes), *self._received.tensor.shape[1:]
+            scratch = self._pool.take(f"{self._name} proxy", shape, self._nothing)
+            arrived.update(zip(forwarded, scratch.split(sizes), strict=True))
+        for number, (send, recv) in enumerate(pairs):
+            outgoing: slice | torch.Tensor = self._nothing
+            to = source = (rank + 1) % self._size
             num_work, after_message = 0, None
             if recv is not None:
                 message = messages[recv]
                 to = source = message.source
                 if message.is_final:
-                    sink = sinks[message.payload, -1 if message.to_owner else message.step]
-                    received[recv] = sink[message.start : message.stop]
-                incoming = received[recv]
+                    sink = self._received[0, message.payload, -1 if message.to_owner else message.step]
+                    arrived[recv] = sink[message.start : message.stop]
+                self.numbers[0, number] = number
             if send is not None:
                 message = messages[send]
                 # A direction without a message names the peer of the other one.
                 to, source = message.to, message.to if recv is None else source
                 if message.after is None:
-                    outgoing = sources[message.payload, message.step][message.start : message.stop]
-                    num_work = after_work.get((message.payload, message.step), 0)
+                    key = 0, message.payload, message.step
+                    outgoing, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
                 else:
                     before = messages[message.after]
                     after_message = before.round
-                    outgoing = received[message.after][message.start - before.start : message.stop - before.start]
-            posted = Message(unnumbered, to, unnumbered, source, num_work, after_message)
-            transfers.append(Transfer(posted, outgoing, incoming))
-        self.num_bytes = sum(transfer.send_bytes for transfer in transfers)
-        self._p2p_work: P2PWork = transport.begin(transfers, name)
-        self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
-
-    def is_completed(self, rounds: tuple[int, ...]) -> bool:
-        """Whether the messages of all these rounds have completed; False if a query would need a synchronisation."""
-        return all(self._p2p_work.is_completed(number) for number in rounds)
-
-    def wait(self, rounds: tuple[int, ...]) -> None:
-        """Waits for the messages of these rounds."""
-        for number in rounds:
-            self._p2p_work.wait(number)
+                    outgoing = arrived[message.after][message.start - before.start : message.stop - before.start]
+                    self.num_bytes += outgoing.nbytes
+            posted = Message(self._chunk, to, self._chunk, source, num_work, after_message)
+            self._all.append((posted, outgoing, self._nothing if recv is None else arrived[recv], None))

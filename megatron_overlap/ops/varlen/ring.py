@@ -10,18 +10,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
-from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, join, pick, rows_in_payload
+from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, Rows, join, pick, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
-from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of
+from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of, received_rows
 from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Block, Passing, blocks, chunks_at
@@ -108,6 +108,9 @@ class VarlenTransports(NamedTuple):
     A stream executes its messages in order. On NCCL the three kinds of messages therefore have a channel each:
     inter-node messages do not delay intra-node messages, and a rebalancing receive does not block ring results that the
     sender of its rows waits for. Other transports use one channel.
+
+    Copies have no deadlock in the order of the tasks: every rank sends its payloads and surplus rows before its first
+    task, and a result needs only results of earlier ring groups and rounds.
     """
 
     inter: Transport
@@ -118,7 +121,7 @@ class VarlenTransports(NamedTuple):
     def open(cls, group: dist.ProcessGroup, open_channel: Callable[[str], Transport]) -> VarlenTransports:
         """Opens the transports of a group; `open_channel(name)` opens the channel with this name, `""` the default."""
         inter = open_channel("")
-        if dist.get_backend(group) != "nccl":
+        if dist.get_backend(group) != "nccl" or inter.prepares:
             return cls(inter, inter, inter)
         return cls(inter, open_channel("intra"), open_channel("rebalance"))
 
@@ -142,116 +145,125 @@ class CallOptions:
 
 def begin_rings(
     options: CallOptions, attention: RingAttention, own: OwnRows, queues: TaskQueues, name: str
-) -> list[RingGroupRun]:
+) -> list[RingRows]:
     """Posts the messages and enqueues the computation of all ring groups of one pass in one direction."""
-    groups = messages_of(options.plan, options.index, attention.traffic, options.window)
     runs = [
-        RingGroupRun(options, attention, own, messages, f"{name} {number}") for number, messages in enumerate(groups)
+        RingGroupRun(options, attention, own, messages)
+        for messages in messages_of(options.plan, options.index, attention.traffic, options.window)
     ]
+    # Copies have no inter-node messages. One operation of all groups needs one buffer of received rows.
+    batches = [runs] if runs and options.transports.intra.prepares else [[run] for run in runs]
     # Post all payloads before the first result: payloads need no computation, so no message blocks them.
+    posted = [RingRows(batch, f"{name} {number} payload") for number, batch in enumerate(batches)]
+    if attention.traffic.result_bytes:
+        posted += [RingRows(batch, f"{name} {number} result", results=True) for number, batch in enumerate(batches)]
     for run in runs:
-        run.post_payloads()
-    for run in runs:
-        run.post_results()
         run.enqueue(queues)
-    return runs
+    return posted
+
+
+class RingRows:
+    """The payloads of ring groups, or their results: the rows that this rank sends and receives, and the messages.
+
+    The constructor packs the own payloads, posts the messages, and sets the rows of the groups.
+
+    Attributes:
+        sent, received: see `RowMessages`.
+        numbers: of the units of `messages.mark_ready` that complete results, by key.
+    """
+
+    def __init__(self, runs: Sequence[RingGroupRun], name: str, *, results: bool = False) -> None:
+        transport, traffic, q = runs[0].transport, runs[0].attention.traffic, runs[0].attention.q
+        dtype = accumulation_dtype(q.dtype) if results else q.dtype
+        width = (traffic.result_bytes if results else traffic.payload_bytes) // dtype.itemsize
+        take, like = transport.buffer_pool.take, q.new_empty(0, dtype=dtype)
+        groups = tuple(run.messages for run in runs)
+        keys = list[Key]()
+        for number, run in enumerate(runs):
+            run.number = number
+            if results:
+                keys += [(number, step.payload, step.step) for step in run.result_steps]
+            else:
+                keys += [(number, index, 0) for index in run.owned]
+        counts = [groups[number].payloads[index].rows[step] for number, index, step in keys]
+        bounds = pairwise(accumulate(counts, initial=0))
+        places = {key: slice(*each) for key, each in zip(keys, bounds, strict=True)}
+        self.sent = Rows(take(name, (sum(counts), width), like), places)
+        self.numbers = {key: number for number, key in enumerate(keys, start=1)} if results else {}
+        places, num_rows = received_rows(groups, transport.size, results=results)
+        # Copies land in buffers of the same size on all ranks.
+        most = max(num_rows) if transport.prepares else num_rows[transport.rank]
+        self.received = Rows(take(f"{name} received", (most, width), like, symmetric=True), places)
+        for run in runs:
+            run.use(self, results=results)
+        plans = [group.collect if results else group.distribute for group in groups]
+        found = [plan for plan in plans if plan is not None]
+        self.messages = RowMessages(transport, found, self.sent, self.received, self.numbers, places, name)
 
 
 class RingGroupRun:
-    """One ring group in one pass on this rank, which is a member, a proxy, or not involved."""
+    """One ring group in one pass on this rank, which is a member, a proxy, or not involved.
 
-    def __init__(
-        self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages, name: str
-    ) -> None:
-        self._options, self._attention, self._own, self._name = options, attention, own, name
-        self._messages, self._ring_group, self._traffic = messages, messages.ring_group, attention.traffic
-        self._transport = options.transports[messages.ring_group.zone != "inter"]
-        ranks, rank = messages.ring_group.ranks, self._transport.rank
+    Attributes:
+        transport, attention, messages: of the group.
+        number: of the group in its rows.
+        result_steps: ring steps whose results this rank sends.
+    """
+
+    def __init__(self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages) -> None:
+        self._options, self.attention, self._own = options, attention, own
+        self.messages, self._ring_group = messages, messages.ring_group
+        # For copies the links of a host are alike.
+        self._zone: Zone = "intra" if options.transports.intra.prepares else messages.ring_group.zone
+        self.transport = options.transports[self._zone != "inter"]
+        ranks, rank = messages.ring_group.ranks, self.transport.rank
         # -1 in a proxy, and in a rank that is not involved: it has no ring steps.
         self._position = ranks.index(rank) if rank in ranks else -1
-        self._owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
+        self.owned = [index for index, payload in enumerate(messages.payloads) if payload.owner == self._position]
         self._received_steps = messages.received_steps(self._position)
-        self._result_steps = messages.result_steps(self._position)
+        self.result_steps = messages.result_steps(self._position)
         self._computed: set[Key] = set()
-        self._result_messages: RowMessages | None = None
+        self.number = 0
+        self._payloads: RingRows
+        self._results: RingRows | None = None
 
-    def post_payloads(self) -> None:
-        """Packs the own payloads and posts the messages of all payloads."""
-        transport, name, like = self._transport, f"{self._name} payload", self._attention.q
-        width = self._traffic.payload_bytes // like.itemsize
-        keys = [(index, 0) for index in self._owned] + [(step.payload, step.step) for step in self._received_steps]
-        # An owner does not receive its own payload, so no key is both sent and received.
-        self._payloads = rows = self._take(name, keys, 0, width, like)
-        for index in self._owned:
-            for (number, chunk), place in rows_in_payload(self._ring_group, self._messages.payloads[index]).items():
-                runs = self._own_runs(self._ring_group.rings[number], (chunk,))
-                if runs:
-                    self._attention.pack(runs, rows[index, 0][place])
-        self._payload_messages = RowMessages(transport, self._messages.distribute, rows, rows, {}, like, width, name)
-
-    def post_results(self) -> None:
-        """Posts the messages of the results for the owners."""
-        transport, name, plan = self._transport, f"{self._name} result", self._messages.collect
-        if plan is None:
+    def use(self, rows: RingRows, *, results: bool) -> None:
+        """Sets the rows of the payloads, and packs those of this rank, or the rows of the results."""
+        if results:
+            self._results = rows
             return
-        q = self._attention.q
-        like = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
-        width = self._traffic.result_bytes // like.itemsize
-        keys = [(step.payload, step.step) for step in self._result_steps]
-        self._results = rows = self._take(name, keys, 0, width, like)
-        # A received result is keyed by the ring step that sent it, and a complete one for the owner by -1.
-        arriving = [(index, step - 1) for index, step in keys if step] + [(index, -1) for index in self._owned]
-        self._received_results = received = self._take(f"{self._name} received result", arriving, 1, width, like)
-        after_work = {key: number for number, key in enumerate(keys, start=1)}
-        self._result_messages = RowMessages(transport, plan, rows, received, after_work, like, width, name)
-
-    def _take(
-        self, name: str, keys: Sequence[Key], later: int, width: int, like: torch.Tensor
-    ) -> dict[Key, torch.Tensor]:
-        """Takes one buffer of the pool and splits it: the rows of each payload `later` ring steps after its key."""
-        if not keys:
-            return {}
-        sizes = [self._messages.payloads[index].rows[step + later] for index, step in keys]
-        buffer = self._transport.buffer_pool.take(name, (sum(sizes), width), like)
-        return dict(zip(keys, buffer.split(sizes), strict=True))
+        self._payloads = rows
+        for index in self.owned:
+            for (ring, chunk), place in rows_in_payload(self._ring_group, self.messages.payloads[index]).items():
+                runs = self._own_runs(self._ring_group.rings[ring], (chunk,))
+                if runs:
+                    self.attention.pack(runs, rows.sent[self.number, index, 0][place])
 
     def enqueue(self, queues: TaskQueues) -> None:
         """Enqueues the tasks of this ring group."""
         if self._position < 0:
             return
-        zone, cost, topology = self._ring_group.zone, self._options.plan.cost, self._options.plan.topology
+        zone, number, cost, topology = self._zone, self.number, self._options.plan.cost, self._options.plan.topology
         tokens = sum(ring.tokens(self._position) for ring in self._ring_group.rings)
         queues.first.append(Task(self._compute_own))
-        is_completed, wait = self._payload_messages.is_completed, self._payload_messages.wait
         for step in self._received_steps:
-            rows, hops = self._messages.payloads[step.payload].rows[step.step], step.step + 1
+            rows, hops = self.messages.payloads[step.payload].rows[step.step], step.step + 1
             task = Task(
                 partial(self._compute_step, step),
-                partial(is_completed, step.rounds),
-                partial(wait, step.rounds),
+                *self._payloads.messages.needs(number, step.rounds),
                 duration_fs=cost.attention_fs(tokens * rows // 2, tokens),
                 arrival_fs=cost.ring_fs(rows * hops, hops, topology, inter=zone == "inter"),
             )
             queues.ring_steps[zone].append(task)
-        if self._result_messages is None:
+        if self._results is None:
             return
-        results = queues.results[zone]
-        is_completed, wait = self._result_messages.is_completed, self._result_messages.wait
-        for number, step in enumerate(self._result_steps, start=1):
-            is_runnable = partial(self._computed.__contains__, (step.payload, step.step))
-            run = partial(self._send_result, step, number)
-            results.append(Task(run, partial(is_completed, step.rounds), partial(wait, step.rounds), is_runnable))
-        for index in self._owned:
-            rounds = self._messages.owner_rounds(index)
-            run = partial(self._apply_result, index)
-            results.append(Task(run, partial(is_completed, rounds), partial(wait, rounds)))
-
-    def finish(self) -> int:
-        """Waits until all buffers may be reused; returns the bytes that this rank has sent."""
-        posted = [each for each in (self._payload_messages, self._result_messages) if each is not None]
-        for messages in posted:
-            messages.wait_all()
-        return sum(messages.num_bytes for messages in posted)
+        results, needs = queues.results[zone], self._results.messages.needs
+        for step in self.result_steps:
+            is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
+            results.append(Task(partial(self._send_result, step), *needs(number, step.rounds), is_runnable))
+        for index in self.owned:
+            rounds = self.messages.owner_rounds(index)
+            results.append(Task(partial(self._apply_result, index), *needs(number, rounds)))
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
         return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])
@@ -265,14 +277,14 @@ class RingGroupRun:
         for ring in self._ring_group.rings:
             for block in blocks(ring, chunks, chunks, self._options.window):
                 queries, keys = self._own_runs(ring, block.queries), self._own_runs(ring, block.keys)
-                self._attention.compute_own(queries, keys, self._mask(ring, block))
+                self.attention.compute_own(queries, keys, self._mask(ring, block))
 
     def _compute_step(self, step: RingStep) -> None:
-        key = step.payload, step.step
-        payload, attention = self._messages.payloads[step.payload], self._attention
-        rows, result = self._payloads[key], self._payloads[key]
-        if self._result_messages is not None:
-            result = self._results[key]
+        key = self.number, step.payload, step.step
+        payload, attention = self.messages.payloads[step.payload], self.attention
+        rows = result = self._payloads.received[key]
+        if self._results is not None:
+            result = self._results.sent[key]
             attention.reset(result)
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
@@ -285,15 +297,18 @@ class RingGroupRun:
                 attention.compute_step(own_runs, pick(rows, runs), result, runs, self._mask(ring, block))
         self._computed.add(key)
 
-    def _send_result(self, step: RingStep, number: int) -> None:
-        assert self._result_messages is not None
+    def _send_result(self, step: RingStep) -> None:
+        assert self._results is not None
+        key = self.number, step.payload, step.step
         if step.step:
-            received = self._received_results[step.payload, step.step - 1]
-            self._attention.accumulate(self._results[step.payload, step.step], received)
-        self._result_messages.mark_ready(number)
+            received = self._results.received[self.number, step.payload, step.step - 1]
+            self.attention.accumulate(self._results.sent[key], received)
+        self._results.messages.mark_ready(self._results.numbers[key])
 
     def _apply_result(self, index: int) -> None:
-        for (number, chunk), rows in rows_in_payload(self._ring_group, self._messages.payloads[index]).items():
+        assert self._results is not None
+        received = self._results.received[self.number, index, -1]
+        for (number, chunk), rows in rows_in_payload(self._ring_group, self.messages.payloads[index]).items():
             runs = self._own_runs(self._ring_group.rings[number], (chunk,))
             if runs:
-                self._attention.apply_result(runs, self._received_results[index, -1][rows])
+                self.attention.apply_result(runs, received[rows])

@@ -30,9 +30,9 @@ class RingStep(NamedTuple):
     rounds: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RingMessages:
-    """The messages of one ring group in one direction.
+    """The messages of one ring group in one direction. Compares by identity, as a cache key.
 
     Attributes:
         distribute: messages from owners to receivers.
@@ -78,6 +78,30 @@ class RingMessages:
             for message in self.collect.messages
             if message.payload == payload and message.to_owner and message.is_final
         )
+
+
+@lru_cache(maxsize=64)
+def received_rows(
+    groups: tuple[RingMessages, ...], num_ranks: int, *, results: bool
+) -> tuple[dict[tuple[int, int, int], slice], list[int]]:
+    """Where the ranks receive the payloads of ring groups, or their results, each rank in a buffer of its own.
+
+    Returns:
+        Rows of the buffer of the receiver, by number of the ring group, payload and ring step (-1: results for the
+        owner), and the number of rows of each rank. The same on every rank.
+    """
+    places, num_rows = dict[tuple[int, int, int], slice](), [0] * num_ranks
+    for number, group in enumerate(groups):
+        for index, payload in enumerate(group.payloads):
+            found = [(receiver, step, payload.rows[step]) for step, receiver in enumerate(payload.receivers)]
+            if results:
+                later = [(receiver, step - 1, rows) for receiver, step, rows in found[1:]]
+                found = [(payload.owner, -1, payload.rows[0]), *later]
+            for position, step, rows in found:
+                rank = group.ring_group.ranks[position]
+                places[number, index, step] = slice(num_rows[rank], num_rows[rank] + rows)
+                num_rows[rank] += rows
+    return places, num_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
+from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.config import LaunchConfig, to_megatron_args
 from megatron_overlap.schedules.varlen import CostModel
 from tests.adapters.tensor_parallel.linear_workers import TENSOR
@@ -31,6 +32,7 @@ from tests.adapters.tensor_parallel.transformer_engine_models import (
     make_model,
 )
 from tests.adapters.ulysses.core_attention_workers import gradients, megatron_groups
+from tests.helpers.collectives import device_copies
 
 
 def start() -> None:
@@ -150,7 +152,7 @@ TOKENS = 40
 class _Documents:
     """Documents of random ids; the micro-batch that they fill has long and short ones."""
 
-    lengths = (21, 3, 9, 6)
+    lengths = (25, 3, 9, 3)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -164,9 +166,18 @@ class _Documents:
 
 
 def _run_documents(
-    case: Model, tensor: int, context: int, overlap: dict[str, Any], state: dict[str, torch.Tensor] | None = None
+    case: Model,
+    tensor: int,
+    context: int,
+    overlap: dict[str, Any],
+    state: dict[str, torch.Tensor] | None = None,
+    *,
+    copies: bool = False,
 ) -> tuple[dict[str, torch.Tensor], Any, dict[str, torch.Tensor]]:
-    """Mean loss and every gradient of one micro-batch; the report; the parameters, which are `state` where given."""
+    """Mean loss and every gradient of one micro-batch; the report; the parameters, which are `state` where given.
+
+    `copies`: attention communicates by copies in host memory, through no ring.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
@@ -177,6 +188,9 @@ def _run_documents(
 
     with megatron_groups(tensor, context), enable(OverlapConfig.model_validate(overlap), strict=True) as session:
         group = parallel_state.get_context_parallel_group()
+        if copies:
+            transport = device_copies(HostGroup(group))
+            session.transports.insert(group, transport, "copies")
         adapter = session.adapter(VarlenAdapter, lambda session: VarlenAdapter(session, group, CostModel(), TOKENS))
 
         def build(config: Any) -> Any:
@@ -200,16 +214,25 @@ def _run_documents(
         dist.all_reduce(num_tokens, group=group)
         loss = total / num_tokens
         loss.backward()
+        dist.barrier(group)
+        if copies:
+            assert not any(ring._number for ring in transport.rings.sent.values())
+            received = {name for name in transport.buffer_pool.sizes() if name.endswith("received")}
+            assert received == {
+                f"balanced_attention {each} received"
+                for each in ("forward 0 payload", "backward 0 payload", "backward 0 result")
+            }
         return gradients(model, loss), session.report(), model.state_dict()
 
 
 def te_model_against_stock(
-    group: dist.ProcessGroup, tensor: int, dtype: torch.dtype
+    group: dist.ProcessGroup, tensor: int, dtype: torch.dtype, *, copies: bool
 ) -> tuple[dict[str, int], list[str]]:
     """A model of TransformerEngine layers on two context ranks, equal to one rank with stock attention and a mask."""
     case, masked = Model("llama", dtype), {"tensor": {"method": "none"}, "varlen": {"method": "masked"}}
     stock, _, state = _run_documents(case, tensor, 1, masked)
     exact, _, _ = _run_documents(replace(case, dtype=torch.float32), tensor, 1, masked, state)
-    mine, report, _ = _run_documents(case, tensor, 2, {"tensor": TENSOR, "varlen": {"method": "balanced"}})
+    overlap = {"tensor": TENSOR, "varlen": {"method": "balanced"}}
+    mine, report, _ = _run_documents(case, tensor, 2, overlap, copies=copies)
     assert_near_stock(mine, stock, exact, dtype)
     return calls_of(report)

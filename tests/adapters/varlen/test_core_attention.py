@@ -75,18 +75,18 @@ def test_two_context_and_two_tensor_ranks(data: Path, one_rank: Reference, tmp_p
 
 @needs_te
 @pytest.mark.parametrize(
-    ("tensor", "dtype"),
+    ("tensor", "dtype", "copies"),
     [
-        pytest.param(1, torch.float32, id="1-fp32"),
-        pytest.param(2, torch.bfloat16, id="2-bf16"),
-        pytest.param(1, torch.bfloat16, id="1-bf16", marks=pytest.mark.long),
-        pytest.param(2, torch.float32, id="2-fp32", marks=pytest.mark.long),
+        pytest.param(1, torch.float32, True, id="1-fp32"),
+        pytest.param(2, torch.bfloat16, False, id="2-bf16"),
+        pytest.param(1, torch.bfloat16, False, id="1-bf16", marks=pytest.mark.long),
+        pytest.param(2, torch.float32, True, id="2-fp32", marks=pytest.mark.long),
     ],
 )
-def test_a_model_of_transformer_engine_layers(te_ranks: World, tensor: int, dtype: torch.dtype) -> None:
+def test_a_model_of_transformer_engine_layers(te_ranks: World, tensor: int, dtype: torch.dtype, copies: bool) -> None:
     """Two context ranks, with and without tensor and sequence parallelism, equal one with stock attention."""
     linears = {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2} if tensor > 1 else {}
-    for calls, reasons in te_ranks.run(RANKS, workers.te_model_against_stock, tensor, dtype):
+    for calls, reasons in te_ranks.run(RANKS, workers.te_model_against_stock, tensor, dtype, copies=copies):
         assert reasons == []
         assert calls == {"balanced_attention": 2, **linears}
 

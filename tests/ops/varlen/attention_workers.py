@@ -51,7 +51,11 @@ class Case:
 
 def make_batch(group: dist.ProcessGroup, case: Case, index: int, seed: int) -> Batch:
     """Own rows of query, key, value and output gradient, in float64."""
-    rank = dist.get_rank(group)
+    return batch_of_rank(dist.get_rank(group), case, index, seed)
+
+
+def batch_of_rank(rank: int, case: Case, index: int, seed: int) -> Batch:
+    """See `make_batch`."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     moves = rebalance_to_linear(case.plan, index)
     rows = (moves.before if case.layout == "attention" else moves.after)[rank]
