@@ -182,7 +182,7 @@ def test_the_reduction_finds_the_mutants_that_the_whole_search_finds() -> None:
             reduced = verdict(lambda recorded=recorded: explore(recorded.queues, reduced=True))
             assert bool(whole) == bool(reduced), (mutant, pattern, whole, reduced)
             found.add((whole, mutant.number))
-    assert len({number for kind, number in found if kind}) >= 15
+    assert len({number for kind, number in found if kind}) >= 12
     assert {kind for kind, _ in found} == {"", "race", "deadlock", "lost"}
 
 

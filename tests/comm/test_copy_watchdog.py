@@ -59,6 +59,12 @@ def test_messages_within_the_deadline_are_not_reported(world: World, copy: int |
     assert world.run(2, watchdog_workers.gather_from_a_late_rank, case) == [("", "", True)] * 2
 
 
+def test_a_failed_wait_on_the_host_names_the_message(world: World) -> None:
+    (text, peer), other = world.run(2, watchdog_workers.gather_from_a_rank_that_sends_nothing)
+    assert text.startswith(f"all_gather_linear: rank 10 could not {late(0, 11)}: word ")
+    assert (peer, other) == (11, ("", None))
+
+
 def test_closing_ends_the_watchdog(world: World) -> None:
     assert world.run(2, watchdog_workers.threads_after_close) == [["megatron_overlap_watchdog"]] * 2
 

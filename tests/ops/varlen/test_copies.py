@@ -56,7 +56,6 @@ def test_bits_of_messages(world: World, size: int, on_device: bool) -> None:
         cases = cases_of(topology)
         for found in world.run(size, copies_workers.compare, cases, dtype, on_device=on_device):
             assert found.different == []
-            assert found.num_pieces == 0
             assert found.maps[0] > 0
             assert sum(found.maps) < 40
             assert found.maps[-1] == 0
