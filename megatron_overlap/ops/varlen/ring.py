@@ -170,6 +170,7 @@ class RingRows:
     Attributes:
         sent, received: see `RowMessages`.
         numbers: of the units of `messages.mark_ready` that complete results, by key.
+        messages: the posted messages.
     """
 
     def __init__(self, runs: Sequence[RingGroupRun], name: str, *, results: bool = False) -> None:
