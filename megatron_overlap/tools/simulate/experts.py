@@ -6,13 +6,13 @@ whole experts. Shared experts are computed before dispatch, by the plugin during
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, run_streams
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
 
@@ -122,16 +122,19 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    # On a device NCCL's kernels carry the messages. The next one starts when it has ended.
     on_device, link = model.on_device, model.link(experts.parallel)
     near = min(experts.parallel, model.profile.devices_per_node)
-    steps = Stream(0.0 if on_device else None)
+    steps = Stream()
 
     def send(segments: Segments, peer: int) -> int:
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
         peer_link = model.link(near) if peer < near else link
-        queued_us = peer_link.latency_us + model.launch_us if on_device else 0.0
-        return steps.send(float(num_bytes), link.copy_rate / peer_link.copy_rate, queued_us=queued_us)
+        stretch, mover = link.copy_rate / peer_link.copy_rate, model.mover("experts", peer_link)
+        message = Transfer(float(num_bytes), stretch=stretch)
+        if on_device:
+            queued_us = model.queued_us(peer_link, mover)
+            message = replace(message, latency_us=0.0, queued_us=queued_us, mover=mover)
+        return steps.send(message)
 
     for message in plan.messages:
         send(message.sent, message.to)
@@ -147,4 +150,4 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     steps.compute(0.0, *combined)
-    return run_streams([steps], model, link, "message" if on_device else "copy")
+    return run_streams([steps], model, link)
