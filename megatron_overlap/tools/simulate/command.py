@@ -127,10 +127,7 @@ def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
         "tflops_per_device": rate,
         "tokens_per_s_per_device": job.tokens / seconds / job.world_size,
         "compute_ms": step.compute_us / 1e3,
-        "exposed_tensor_ms": step.tensor_us / 1e3,
-        "exposed_context_ms": step.context_us / 1e3,
-        "exposed_expert_ms": step.expert_us / 1e3,
-        "exposed_data_ms": step.data_us / 1e3,
+        **{f"exposed_{kind}_ms": getattr(step, f"{kind}_us") / 1e3 for kind in ("tensor", "context", "expert", "data")},
         "pipeline_ms": step.pipeline_us / 1e3,
         "optimizer_ms": step.optimizer_us / 1e3,
     }

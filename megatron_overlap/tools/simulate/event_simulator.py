@@ -46,10 +46,14 @@ class Stream:
     messages: list[Transfer] = field(default_factory=list)
     work: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
 
+    def add(self, message: Transfer) -> int:
+        """Add a message; returns its number."""
+        self.messages.append(message)
+        return len(self.messages) - 1
+
     def send(self, message: Transfer) -> int:
         """Add a message after all work so far; returns its number."""
-        self.messages.append(replace(message, after_work=len(self.work)))
-        return len(self.messages) - 1
+        return self.add(replace(message, after_work=len(self.work)))
 
     def compute(self, time_us: float, *needs: int) -> int:
         """Add work after the messages `needs`; returns its number."""

@@ -175,18 +175,9 @@ class Linear:
         """Adds the message of the rows of one rank to another node; returns its number."""
         nodes, inside = self._nodes, self._inside(0).link
         rail = self.model.link(nodes.num_nodes, nodes.per_node)
-        stream.messages.append(
-            Transfer(
-                self._shard_bytes(width),
-                after_work,
-                stretch=inside.copy_rate / rail.copy_rate,
-                latency_us=0.0,
-                queued_us=self.model.queued_us(rail, "message"),
-                mover="message",
-                between_nodes=True,
-            )
-        )
-        return len(stream.messages) - 1
+        num_bytes, stretch = self._shard_bytes(width), inside.copy_rate / rail.copy_rate
+        queued_us = self.model.queued_us(rail, "message")
+        return stream.add(Transfer(num_bytes, after_work, None, stretch, 0.0, queued_us, "message", between_nodes=True))
 
     def _arriving(self, stream: Stream, width: int) -> Iterator["Linear"]:
         """Yields the layer on the rows of each node, own rows first, after the message along the rail."""
@@ -382,7 +373,7 @@ class Linear:
         self, stream: Stream, plan: Plan, width: int, done: Sequence[int], start: int = 0, stop: int | None = None
     ) -> list[int]:
         """Adds messages of a plan; returns their numbers. `done`: works of the stream by GEMMs of the plan."""
-        layout, first = plan.layout(self.rows), len(stream.messages)
+        layout, first, sent = plan.layout(self.rows), len(stream.messages), list[int]()
         for index, message in list(enumerate(plan.messages))[start:stop]:
             latency_us, queued_us = None, 0.0
             if self._queued:
@@ -391,9 +382,9 @@ class Linear:
                 latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, 1 + is_first)
             after_message = None if message.after_message is None else first + message.after_message
             num_bytes = self._bytes(layout.num_chunk_rows(message.send), width)
-            after_work = done[message.after_work]
-            stream.messages.append(Transfer(num_bytes, after_work, after_message, 1.0, latency_us, queued_us))
-        return list(range(first, len(stream.messages)))
+            transfer = Transfer(num_bytes, done[message.after_work], after_message, 1.0, latency_us, queued_us)
+            sent.append(stream.add(transfer))
+        return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
         """Time to add received rows to own rows; `early`: in one of two sums, which write or read an fp32 total."""
