@@ -17,8 +17,9 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Mover = Literal["collective", "message", "copy"]
 """What moves bytes: NCCL's kernels for a collective or for a message, or copies."""
 
-BY_COPIES: Mapping[str, bool] = {"linear layers": True, "gathers of parts": True, "experts": False}
-"""Messages that the package sends by copy engines between ranks of a node, by default (`open_device_transport`)."""
+Messages = Literal["linear layers", "gathers of parts", "experts"]
+BY_COPIES: Mapping[Messages, bool] = {"linear layers": True, "gathers of parts": True, "experts": False}
+"""Whether copy engines send messages between ranks of a node, by default of the package. All others are NCCL's."""
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -193,8 +194,8 @@ class CostModel:
         """One message from one rank to another."""
         return link.latency_us + num_bytes / link.copy_rate
 
-    def mover(self, messages: str, link: Link) -> Mover:
-        """What sends `messages` of `BY_COPIES` on a device."""
+    def mover(self, messages: Messages, link: Link) -> Mover:
+        """What sends messages on a device."""
         return "copy" if BY_COPIES[messages] and link.copy_us is not None else "message"
 
     def queued_us(self, link: Link, mover: Mover, num_flags: int = 2) -> float:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.config import ConfigError
 from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile
 from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.tools.simulate.command import simulate
@@ -231,5 +232,9 @@ def test_the_command_lists_what_the_plugin_runs(tmp_path: Path) -> None:
     inside, over_nodes = methods(8), methods(16)
     assert inside.keys() - over_nodes.keys() == {"userbuffers-like pipeline"}
     assert over_nodes["this plugin, p2p"]["step_ms"] < over_nodes["no overlap"]["step_ms"]
+    uneven = tmp_path / "uneven.yaml"
+    uneven.write_text(f"base: {CONFIG.parents[2]}/clusters/h100_dgx.yaml\nname: uneven\ndevices_per_node: 3\n")
+    with pytest.raises(ConfigError, match=r"overlap\.transport: copies: the nodes have one tensor parallel rank"):
+        simulate(CONFIG, ["overlap.transport=copies"], cluster=str(uneven))
     by_nccl = methods(16, "overlap.transport=nccl")
     assert by_nccl["this plugin, p2p"]["step_ms"] > over_nodes["this plugin, p2p"]["step_ms"]
