@@ -112,6 +112,7 @@ class _Simulation:
         # By stream: messages that have left, those not posted, completed work, arrival time by message.
         self.sent, self.done = [0] * count, [0] * count
         self.unposted = [list(range(len(stream.messages))) for stream in streams]
+        self.num_queues = [len({message.between_nodes for message in stream.messages}) for stream in streams]
         self.arrived: list[dict[int, float]] = [{} for _ in range(count)]
         self.slack_us = math.inf
         self.messages: list[_InTransit] = []
@@ -120,10 +121,15 @@ class _Simulation:
         """Post a message of each stream that may leave. A collective waits for the previous one of its stream."""
         progress = False
         for number, stream in enumerate(self.streams):
+            blocked = set[bool]()  # queues whose next message may not leave
             for at in self.unposted[number]:
                 message = stream.messages[at]
                 if message.after_work > self.done[number] or (self.kind == "collective" and at > self.sent[number]):
-                    break
+                    blocked.add(message.between_nodes)
+                    if len(blocked) == self.num_queues[number]:
+                        break
+                if message.between_nodes in blocked:
+                    continue
                 if message.after_message is not None and message.after_message not in self.arrived[number]:
                     continue  # those of a later operation do not wait for a message that forwards
                 size = message.num_bytes * message.stretch

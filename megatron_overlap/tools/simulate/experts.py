@@ -6,7 +6,7 @@ whole experts. Shared experts are computed before dispatch, by the plugin during
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel
@@ -130,11 +130,10 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
         peer_link = model.link(near) if peer < near else link
         stretch, mover = link.copy_rate / peer_link.copy_rate, model.mover("experts", peer_link)
-        message = Transfer(float(num_bytes), stretch=stretch)
-        if on_device:
-            queued_us = model.queued_us(peer_link, mover)
-            message = replace(message, latency_us=0.0, queued_us=queued_us, mover=mover)
-        return steps.send(message)
+        if not on_device:
+            return steps.send(Transfer(float(num_bytes), stretch=stretch))
+        queued_us = model.queued_us(peer_link, mover)
+        return steps.send(Transfer(float(num_bytes), 0, None, stretch, 0.0, queued_us, mover))
 
     for message in plan.messages:
         send(message.sent, message.to)

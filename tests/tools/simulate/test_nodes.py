@@ -94,6 +94,18 @@ def test_slow_nics_leave_one_gather_inside_a_node(nodes: Nodes) -> None:
     assert layer.column_backward().time_us == pytest.approx(2 * rails_us + copies_us + FLAG_US, rel=0.01)
 
 
+def test_messages_are_in_the_order_of_the_package() -> None:
+    """Column-parallel backward. The gather of the input inside the own node waits for no sums of other nodes."""
+    slow = linear(machine(Nodes(3, 2), 0.01, tflops=1e6), 6, rows=960, chunks_per_rank=1).column_backward()
+    rail_us = NCCL_US + 960 / 6 * WIDTH * 2 / 10
+    # The sums precede the second message of the gather, as `NodesGather.finish` enqueues it.
+    arrived = [slow.arrived_us[0][number] for number in (0, 2, 4, 7)]
+    assert arrived == pytest.approx([rail_us * count for count in (1, 2, 3, 4)], rel=0.01)
+    fast = linear(machine(Nodes(2, 2), 1e6, gbps=1e6, tflops=0.1), 4, chunks_per_rank=1).column_backward()
+    gathered, partial, summed, own, _ = fast.arrived_us[0][:5]
+    assert gathered < partial < own < summed
+
+
 def test_fast_links_leave_computation() -> None:
     """Two nodes of two: the gather inside the second node starts when its rows have arrived, as in `NodesGather`."""
     nodes = Nodes(2, 2)
