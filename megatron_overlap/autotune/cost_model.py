@@ -57,6 +57,7 @@ class Link:
     """The link of one rank to the others of its group. Rates are bytes per microsecond and direction.
 
     Attributes:
+        per_node: ranks of the group on each node; 0: nodes have different numbers.
         latency_us, copy_rate: fixed cost and rate of one rank's point-to-point messages.
         collective_rate, scatter_rate: bus bandwidth of a ring collective, and of a reduce-scatter.
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
@@ -66,6 +67,7 @@ class Link:
     """
 
     size: int
+    per_node: int
     latency_us: float
     copy_rate: float
     collective_rate: float
@@ -159,7 +161,8 @@ class CostModel:
         """The link of a group of `size` ranks that are `stride` apart. Consecutive ranks share a node.
 
         If the group spans nodes, all groups of a node communicate between nodes at the same time, and each has its
-        share of the NICs. A message of a rank uses one NIC at most, a ring as many as the group has ranks in the node.
+        share of the NICs. A message of a rank uses one NIC at most, a ring as many as the group has ranks in the node
+        with the fewest (NCCL's rings cross a node by every NIC).
         """
         inside, between, per_node = self.profile.inside, self.profile.between, self.profile.devices_per_node
         together = min(size, max(1, per_node // stride))
@@ -168,15 +171,16 @@ class CostModel:
         ring_latency = (size - 1) * latency
         if size > together:
             ring_latency += (-(-size // together) - 1) * (between.latency_us.value - latency)
-            nics = between.nics_per_node * together / per_node
+            nics = between.nics_per_node / per_node
             latency = between.latency_us.value
             # A group with one rank in each node has no link inside a node that limits it.
             limits = rates if together > 1 else (math.inf,) * 4
-            shares = (min(1.0, nics), nics, nics, nics)
+            shares = (min(1.0, nics * together), *[nics * math.gcd(size, together)] * 3)
             outside = [rate * share for rate, share in zip(_rates(between), shares, strict=True)]
             rates = [min(both) for both in zip(limits, outside, strict=True)]
         copy, gather, scatter, reduce = (rate * 1e3 for rate in rates)
-        link = Link(size, latency, copy, gather, scatter, ring_latency, None if math.isinf(reduce) else reduce)
+        evenly = 0 if size % together else together
+        link = Link(size, evenly, latency, copy, gather, scatter, ring_latency, None if math.isinf(reduce) else reduce)
         engines = inside.copy_engines
         if engines is None or size > together:
             return link
@@ -185,6 +189,17 @@ class CostModel:
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
         return link.latency_us + num_bytes / link.copy_rate
+
+    def mover(self, link: Link) -> Mover:
+        """What sends messages on a device, by default: copy engines between ranks of a node, else NCCL."""
+        return "copy" if link.copy_us is not None else "message"
+
+    def queued_us(self, link: Link, mover: Mover, num_flags: int = 2) -> float:
+        """Fixed time of a message in the queue of sends of a device; a copy has flags, set or waited for."""
+        if mover == "message":  # a kernel of NCCL; the next one starts when it has ended
+            return link.latency_us + self.launch_us
+        assert link.copy_us is not None
+        return link.copy_us + num_flags * link.flag_us
 
     def all_to_all_us(self, num_bytes: float, size: int) -> float:
         """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank."""

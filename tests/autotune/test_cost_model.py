@@ -65,6 +65,9 @@ def test_groups_that_leave_a_node_share_its_nics() -> None:
     # Two ranks of each group in a node: the ring has two halves, its ranks' links are no limit.
     assert model.link(4, stride=4).collective_rate == pytest.approx(8e3)
     assert model.link(4, stride=4).copy_rate == pytest.approx(8e3)
+    # Eight ranks on one node, four on the other: the ring has half of the NIC there.
+    assert machine(devices=8, nics=1, gbps=8.0).link(12).collective_rate == pytest.approx(4e3)
+    assert [model.link(size).per_node for size in (4, 8, 12, 16)] == [4, 8, 0, 8]
 
 
 def test_a_ring_pays_for_every_node_it_crosses() -> None:

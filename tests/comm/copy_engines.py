@@ -21,7 +21,7 @@ class EngineQueue:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         rank, gpu = self._backend.owner(to), self._backend.gpu
-        seconds = gpu.move_s(2 * to.nbytes) if rank == self._backend.rank else gpu.message_s(to.nbytes)
+        seconds = gpu.move_s(2 * to.nbytes) if rank == self._backend.recorder.rank else gpu.message_s(to.nbytes)
         self._put("copy", rank, seconds=seconds)
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
@@ -31,7 +31,7 @@ class EngineQueue:
         for words, index, sets, _ in prepared:
             word = (*self._backend.place(words), index)
             if not sets:
-                assert word[0] == self._backend.rank
+                assert word[0] == self._backend.recorder.rank
                 self._put("reach", (word, 1))
             self._put("set", (word, int(sets)), seconds=self._backend.gpu.word_s)
 
@@ -51,11 +51,14 @@ class EngineQueue:
 
 
 class EngineBackend:
-    """`SymmetricBackend` of one rank. The ranks are recorded one after another, so arenas have no content."""
+    """`SymmetricBackend` of one rank. The ranks are recorded one after another, so arenas have no content.
 
-    def __init__(self, recorder: Recorder, gpu: Gpu) -> None:
-        self.recorder, self.gpu = recorder, gpu
-        self.rank, self.size, self.ranks = recorder.rank, recorder.size, range(recorder.size)
+    `ranks` share the memory; None: all.
+    """
+
+    def __init__(self, recorder: Recorder, gpu: Gpu, ranks: range | None = None) -> None:
+        self.recorder, self.gpu, self.ranks = recorder, gpu, ranks or range(recorder.size)
+        self.rank, self.size = self.ranks.index(recorder.rank), len(self.ranks)
         self.device = torch.device("cuda")
         self.computing = EngineQueue(self, "compute")
         self._num_queues = 0
@@ -65,12 +68,14 @@ class EngineBackend:
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         arenas = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in self.ranks]
         number = len(self._places) // self.size
-        self._places.update({arena.untyped_storage()._cdata: (rank, number) for rank, arena in enumerate(arenas)})
+        self._places.update(
+            {arena.untyped_storage()._cdata: (rank, number) for rank, arena in zip(self.ranks, arenas, strict=True)}
+        )
         return arenas
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The rank whose memory holds `tensor`, and the number of the arena; -1 for other memory of this rank."""
-        return self._places.get(tensor.untyped_storage()._cdata, (self.rank, -1))
+        return self._places.get(tensor.untyped_storage()._cdata, (self.recorder.rank, -1))
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The rank whose memory holds `tensor`."""

@@ -19,7 +19,7 @@ from megatron_overlap.config.resources import config_file
 from megatron_overlap.tools.compare.flops import CONVENTION
 from megatron_overlap.tools.simulate.job import ExpertOverlap, Job, Split, job_of
 from megatron_overlap.tools.simulate.layer import generation_us
-from megatron_overlap.tools.simulate.linear import LinearOverlap, Method
+from megatron_overlap.tools.simulate.linear import LinearOverlap, Method, unsupported_reason
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, memory_of, sweep
 
@@ -58,12 +58,16 @@ def simulate(
     try:
         job = job_of(cfg)
         model = CostModel(profile, job.precision)
+        link = model.link(job.tensor)
+        if cfg.overlap.transport == "copies" and link.per_node < min(2, link.size):
+            raise ValueError("overlap.transport: copies: the nodes have one tensor parallel rank, or not equally many")
     except ValueError as error:
         key, _, rest = str(error).partition(": ")
         value, _, remedy = rest.partition(": ")
         raise ConfigError(str(config), key, value, remedy or rest) from error
     memory = _memory(memory_of(job))
-    methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job).items()}
+    listed = {text: method for text, method in _METHODS.items() if not unsupported_reason(method, link)}
+    methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job, listed).items()}
     content: dict[str, Any] = {
         "what": DISCLAIMER,
         "cluster": profile.name,
@@ -82,7 +86,7 @@ def simulate(
         ]
         content["sweep"] = {"tried": tried, "too_large": too_large, "best": rows}
     if generation:
-        content["generation_us"] = generation_us(job, model, _METHODS)
+        content["generation_us"] = generation_us(job, model, listed)
     console = Console(highlight=False)
     _show(console, job, model, content)
     if output is not None:
@@ -96,9 +100,9 @@ def simulate(
     return 0
 
 
-def _jobs(job: Job) -> dict[str, Job]:
+def _jobs(job: Job, listed: Mapping[str, Method | Literal["auto"]]) -> dict[str, Job]:
     jobs = {"as configured": job}
-    for text, method in _METHODS.items():
+    for text, method in listed.items():
         overlap = LinearOverlap(method, copies=job.tensor_overlap.copies)
         jobs[text] = replace(job, tensor_overlap=overlap, split="auto" if method == "auto" else "none")
     for text, parts in _SPLITS.items():
@@ -123,10 +127,7 @@ def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
         "tflops_per_device": rate,
         "tokens_per_s_per_device": job.tokens / seconds / job.world_size,
         "compute_ms": step.compute_us / 1e3,
-        "exposed_tensor_ms": step.tensor_us / 1e3,
-        "exposed_context_ms": step.context_us / 1e3,
-        "exposed_expert_ms": step.expert_us / 1e3,
-        "exposed_data_ms": step.data_us / 1e3,
+        **{f"exposed_{kind}_ms": getattr(step, f"{kind}_us") / 1e3 for kind in ("tensor", "context", "expert", "data")},
         "pipeline_ms": step.pipeline_us / 1e3,
         "optimizer_ms": step.optimizer_us / 1e3,
     }

@@ -1,13 +1,14 @@
 """Event simulator of a schedule: computation and messages of one rank on one clock.
 
 All ranks of a group run the same schedule, so one rank stands for all. A rank sends its messages one after the other,
-in the order in which they become ready. Collectives of several streams run concurrently and share the port of the rank.
-A rank has one queue of computation, which runs slower while the rank communicates.
+in the order in which they become ready; those between nodes have a queue of their own. Collectives of several streams
+run concurrently and share the port of the rank. A rank has one queue of computation, which runs slower while the rank
+communicates.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 
@@ -22,39 +23,37 @@ class Transfer:
         after_work: number of works of the stream that precede it.
         after_message: message of the stream that arrives before it.
         stretch: factor on the transfer time.
+        latency_us: fixed time before the transfer; None: that of the link.
         queued_us: fixed time in the queue of sends, where no other message overlaps it.
         mover: what moves it; None: as in `run_streams`.
+        between_nodes: it is in the queue of messages between nodes.
     """
 
     num_bytes: float
     after_work: int = 0
     after_message: int | None = None
     stretch: float = 1.0
+    latency_us: float | None = None
     queued_us: float = 0.0
     mover: Mover | None = None
+    between_nodes: bool = False
 
 
 @dataclass(slots=True)
 class Stream:
-    """Messages and work of one rank in order.
+    """Messages and work of one rank in order. `work`: times without communication, and the messages that each needs."""
 
-    Attributes:
-        latency_us: fixed cost of each message; None: that of the link.
-        work: the time of each work without concurrent communication, and the messages that it needs.
-        last_sums: index of the sums at the end of the work. Work of another stream may precede them.
-    """
-
-    latency_us: float | None = None
     messages: list[Transfer] = field(default_factory=list)
     work: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    last_sums: int = 0
 
-    def send(
-        self, num_bytes: float, stretch: float = 1.0, *, queued_us: float = 0.0, mover: Mover | None = None
-    ) -> int:
-        """Add a message after all work so far; returns its number."""
-        self.messages.append(Transfer(num_bytes, len(self.work), None, stretch, queued_us, mover))
+    def add(self, message: Transfer) -> int:
+        """Add a message; returns its number."""
+        self.messages.append(message)
         return len(self.messages) - 1
+
+    def send(self, message: Transfer) -> int:
+        """Add a message after all work so far; returns its number."""
+        return self.add(replace(message, after_work=len(self.work)))
 
     def compute(self, time_us: float, *needs: int) -> int:
         """Add work after the messages `needs`; returns its number."""
@@ -87,6 +86,7 @@ class SimulatedRun:
 class _InTransit:
     """A message in transit: `left` is bytes, times are in us."""
 
+    planned: Transfer
     stream: int
     index: int
     left: float
@@ -109,33 +109,39 @@ class _Simulation:
         self.now = self.left = self.started = self.compute_us = 0.0
         self.next_work = 0
         self.computing = False
-        # By stream: messages that have left, messages posted, completed work, arrival time by message.
-        self.sent, self.posted, self.done = [0] * count, [0] * count, [0] * count
+        # By stream: messages that have left, those not posted, completed work, arrival time by message.
+        self.sent, self.done = [0] * count, [0] * count
+        self.unposted = [list(range(len(stream.messages))) for stream in streams]
+        self.num_queues = [len({message.between_nodes for message in stream.messages}) for stream in streams]
         self.arrived: list[dict[int, float]] = [{} for _ in range(count)]
         self.slack_us = math.inf
         self.messages: list[_InTransit] = []
 
     def post(self) -> bool:
-        """Post the messages that may leave, in plan order. A collective waits for the previous one of its stream."""
+        """Post a message of each stream that may leave. A collective waits for the previous one of its stream."""
         progress = False
         for number, stream in enumerate(self.streams):
-            planned = stream.messages
-            at = self.posted[number]
-            if at == len(planned) or (self.kind == "collective" and at > self.sent[number]):
-                continue
-            message = planned[at]
-            missing = message.after_message is not None and message.after_message not in self.arrived[number]
-            if missing or message.after_work > self.done[number]:
-                continue
-            size = message.num_bytes * message.stretch
-            ready = start = self.now
-            if size > 0:
-                size += message.queued_us * self.port_rate
-                ready += self.link.latency_us if stream.latency_us is None else stream.latency_us
-                start = ready + self.busy_us
-            self.messages.append(_InTransit(number, at, size, ready, start))
-            self.posted[number] += 1
-            progress = True
+            blocked = set[bool]()  # queues whose next message may not leave
+            for at in self.unposted[number]:
+                message = stream.messages[at]
+                if message.after_work > self.done[number] or (self.kind == "collective" and at > self.sent[number]):
+                    blocked.add(message.between_nodes)
+                    if len(blocked) == self.num_queues[number]:
+                        break
+                if message.between_nodes in blocked:
+                    continue
+                if message.after_message is not None and message.after_message not in self.arrived[number]:
+                    continue  # those of a later operation do not wait for a message that forwards
+                size = message.num_bytes * message.stretch
+                ready = start = self.now
+                if size > 0:
+                    size += message.queued_us * self.port_rate
+                    ready += self.link.latency_us if message.latency_us is None else message.latency_us
+                    start = ready + self.busy_us
+                self.messages.append(_InTransit(message, number, at, size, ready, start))
+                self.unposted[number].remove(at)
+                progress = True
+                break
         return progress
 
     def compute(self) -> bool:
@@ -160,18 +166,18 @@ class _Simulation:
                 message.noticed = min(message.noticed, self.now)
 
     def advance(self) -> None:
-        # The messages that use the port share it equally: the first one, or all collectives.
+        # Collectives share the port equally. Otherwise the first message of each queue is sent.
         waiting = [message for message in self.messages if not message.arrived]
-        sendable = waiting if self.kind == "collective" else waiting[:1]
+        firsts = {message.planned.between_nodes: message for message in reversed(waiting)}
+        sendable = waiting if self.kind == "collective" else list(firsts.values())
         active = [message for message in sendable if message.starts <= self.now + _DONE and message.left > 0]
         for message in active:
-            message.rate = self.port_rate / len(active)
+            message.rate = self.port_rate / (len(active) if self.kind == "collective" else 1)
         moving = [message for message in self.messages if message.rate > 0]
         speed = 1.0
         if self.computing and moving:
-            # Messages of several movers are sent one after another.
-            kind = self.streams[moving[0].stream].messages[moving[0].index].mover or self.kind
-            speed = self.model.compute_rate(kind, sum(2 * message.rate for message in moving))  # sent and received
+            num_bytes = sum(2 * message.rate for message in moving)  # sent and received
+            speed = min(self.model.compute_rate(each.planned.mover or self.kind, num_bytes) for each in moving)
         steps = [self.left / speed] if self.computing else []
         for message in self.messages:
             if message.arrived:
@@ -199,10 +205,10 @@ class _Simulation:
         for message in self.messages:
             has_arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
             if has_arrived and not message.arrived:
-                size = self.streams[message.stream].messages[message.index].num_bytes
                 self.sent[message.stream] = message.index + 1
                 message.arrived, message.rate = True, 0.0
-                message.noticed = self.now + (self.busy_us if size > 0 and self.computing else 0.0)
+                waits = self.computing and message.planned.num_bytes > 0
+                message.noticed = self.now + (self.busy_us if waits else 0.0)
             if not message.arrived or message.noticed > self.now + _DONE:
                 remaining.append(message)
             else:
@@ -237,7 +243,7 @@ def run_streams(
             break
         simulation.advance()
     sizes = [message.num_bytes for stream in streams for message in stream.messages]
-    if sum(simulation.posted) < len(sizes) or simulation.next_work < len(order):
+    if any(simulation.unposted) or simulation.next_work < len(order):
         raise ValueError(f"program: deadlock at work {simulation.next_work}; verify its plan")
     return SimulatedRun(
         simulation.now,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_overlap.autotune.cost_model import CostModel
+from megatron_overlap.autotune.cost_model import CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
-from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, run_streams
+from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
 
@@ -122,21 +122,26 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     counts = [[layer.group_rows] * experts.local] * experts.parallel
     filler_rows = layer.tokens * experts.shape.shared / experts.shape.ffn_hidden_size
     plan = expert_plan(0, counts, counts, filler_rows=filler_rows)
-    # On a device copies or NCCL's kernels carry the messages. The next one starts when it has ended.
     on_device, link = model.on_device, model.link(experts.parallel)
-    copy_us = link.copy_us if on_device and experts.copies else None
-    flag_us, others = 0.0 if copy_us is None else link.flag_us, experts.parallel - 1
+    # On a device, of a group inside a node unless NCCL is configured.
+    mover: Mover = model.mover(link) if experts.copies else "message"
+    copy_us = (on_device and mover == "copy" and link.copy_us) or 0.0
+    flag_us, others = link.flag_us if copy_us else 0.0, experts.parallel - 1
     near = min(experts.parallel, model.profile.devices_per_node)
-    steps = Stream(0.0 if on_device else None)
+    steps = Stream()
 
     def send(index: int, segments: Segments, peer: int, *, dispatch: bool) -> int:
         num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
         peer_link = model.link(near) if peer < near else link
-        queued_us = peer_link.latency_us + model.launch_us if on_device else 0.0
-        if copy_us is not None:
+        stretch = link.copy_rate / peer_link.copy_rate
+        if not on_device:
+            return steps.send(Transfer(float(num_bytes), stretch=stretch))
+        if mover == "copy":
             # Probabilities are copies too. The first copy to each peer waits until its buffer is free.
-            queued_us = (1 + (dispatch != backward)) * copy_us + (1 + (index < others)) * flag_us
-        return steps.send(float(num_bytes), link.copy_rate / peer_link.copy_rate, queued_us=queued_us)
+            queued_us = model.queued_us(link, mover, 1 + (index < others)) + (dispatch != backward) * copy_us
+        else:
+            queued_us = model.queued_us(peer_link, mover)
+        return steps.send(Transfer(float(num_bytes), 0, None, stretch, 0.0, queued_us, mover))
 
     for index, message in enumerate(plan.messages):
         send(index, message.sent, message.to, dispatch=True)
@@ -153,6 +158,6 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     for result, message in zip(combined, plan.messages, strict=True):
-        rows = 0 if copy_us is None else sum(segment.rows for segment in message.sent)
+        rows = sum(segment.rows for segment in message.sent) if copy_us else 0
         steps.compute(flag_us + layer.moved_us(2 * rows), result)
-    return run_streams([steps], model, link, "message" if on_device and copy_us is None else "copy")
+    return run_streams([steps], model, link)

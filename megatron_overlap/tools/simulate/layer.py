@@ -9,7 +9,7 @@ from megatron_overlap.autotune.cost_model import LOSS_BYTES, MAIN_GRADIENT_BYTES
 from megatron_overlap.config.cluster import Elementwise
 from megatron_overlap.tools.simulate.experts import ExpertLayer, expert_ops
 from megatron_overlap.tools.simulate.job import Job
-from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, Method, fastest, simulated
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, Method, fastest, simulated, unsupported_reason
 from megatron_overlap.tools.simulate.passes import Op, Pass, Sync, with_rank_skew
 
 _LOSS_SUMS = 3  # all-reduces over tensor ranks: maximum, logit of the label, sum of exponentials
@@ -36,7 +36,10 @@ class Layers:
 
     def __init__(self, job: Job, model: CostModel, *, forward_only: bool = False, cached: int = 0) -> None:
         self.job, self.model, self.forward_only, self.cached = job, model, forward_only, cached
-        self.tensor_link = model.link(job.tensor)  # tensor parallel ranks are adjacent in a node
+        self.tensor_link = model.link(job.tensor)  # tensor parallel ranks are adjacent
+        self._overlap = job.tensor_overlap
+        if self._overlap.method == "fused" and unsupported_reason("fused", self.tensor_link):
+            self._overlap = LinearOverlap("p2p")  # as the plugin runs such a call
         shape = job.model
         # Columns of one rank.
         self._ffn = shape.ffn_hidden_size // job.tensor
@@ -193,7 +196,7 @@ class Layers:
         job = self.job
         if job.tensor > 1 and not job.sequence_parallel:
             return self._all_reduced(name, n, k, moved=column is backward, backward=backward)
-        linear = Linear(self.model, self.tensor_link, job.tensor_overlap, job.rows, n, k)
+        linear = Linear(self.model, self.tensor_link, self._overlap, job.rows, n, k)
         if linear.overlap.method == "auto":
             linear = fastest(linear, column, self.forward_only)
         run = simulated(linear, column, backward)

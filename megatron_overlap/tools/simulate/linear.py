@@ -4,6 +4,9 @@
 flags of `comm.symmetric.copies`, where the link has copy engines, else NCCL's kernels. The other methods consist of the
 same parts. A collective is one message of `(R-1)/R` of the buffer with the latency of `R-1` hops.
 
+Over several nodes `p2p` by copies and `fused` run inside each node, and NCCL's messages between nodes, in the order of
+`ops.tensor_parallel.nodes`. `userbuffers` and `compiled` need one node (NVIDIA/TransformerEngine issue 1071).
+
 | method | forward | backward |
 |---|---|---|
 | `serial` | collective, then GEMM, or GEMM, then collective | all sequential |
@@ -21,14 +24,16 @@ three GEMMs and is not fused. Peers read the gathered slices: a rank copies its 
 first GEMM (`_pipelined_multi_all_gather_and_consume` in `torch/distributed/_symmetric_memory`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import Literal, get_args
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
+from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks
 from megatron_overlap.schedules.plan import Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
@@ -39,7 +44,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SLICES = 4
 """Slices of a sliced collective, and default splits of TransformerEngine's pipelined reduce-scatter."""
 
-_CHUNKS = (1, 2, 4, 8)
+_CHUNKS: tuple[int, ...] = (1, 2, 4, 8)
 _Collective = Literal["all_gather", "reduce_scatter"]
 
 
@@ -65,6 +70,17 @@ class LinearOverlap:
     copies: bool = True
 
 
+def unsupported_reason(method: str, link: Link) -> str | None:
+    """Return why the ranks of `link` cannot use a method; None if they can."""
+    if link.per_node == link.size:
+        return None
+    if method in ("userbuffers", "compiled"):
+        return f"method: {method}: {link.size} ranks are on several nodes; use ranks of one node"
+    if method == "fused" and link.per_node < 2:
+        return f"method: fused: {link.size} ranks; use several ranks on each node, the same number on all"
+    return None
+
+
 @dataclass(frozen=True)
 class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
@@ -81,29 +97,28 @@ class Linear:
     out_features: int
     in_features: int
 
+    def __post_init__(self) -> None:
+        if reason := unsupported_reason(self.overlap.method, self.link):
+            raise ValueError(reason)
+
     def column_forward(self) -> SimulatedRun:
         """`y = all_gather(x_shard) @ w.T`."""
         return self._gather(self.out_features, self.in_features)
 
     def row_forward(self) -> SimulatedRun:
         """`y_shard = reduce_scatter(x @ w.T)`."""
-        kind: Mover = "collective" if self._slices("reduce_scatter") else self._mover
-        return self._fastest(kind, self._scatters(self.out_features, self.in_features))
+        return self._scatter(self.out_features, self.in_features)
 
     def column_backward(self) -> SimulatedRun:
         """`dx_shard = reduce_scatter(dy @ w)`, `dw = dy.T @ all_gather(x_shard)`."""
-        width, method, saved = self.in_features, self.overlap.method, self.overlap.save_gathered
-        dgrad_us = self.model.gemm_us(self.rows, width, self.out_features)
-        steps = self._collectives()
-        # wgrad needs the gathered input: gathered again, or saved by the forward.
-        gathered = () if saved else self._send(steps, "all_gather", self.rows, width)
+        width, method = self.in_features, self.overlap.method
         if method in ("p2p", "fused", "sliced") and self.link.size > 1:
-            steps.compute(self.wgrad_us, *gathered)
-            wgrad = self._regather() if self._queued and gathered else steps
-            return self._fastest(self._mover, self._scatters(width, self.out_features), wgrad)
+            return self._scatter(width, self.out_features, wgrad=True)
+        steps = Stream()
+        gathered = self._gather_again(steps)
         # Unless all is sequential, each collective overlaps the GEMM that does not depend on it.
         sequential = method in ("serial", "compiled")
-        steps.compute(dgrad_us, *(gathered if sequential else ()))
+        steps.compute(self.model.gemm_us(self.rows, width, self.out_features), *(gathered if sequential else ()))
         scattered = self._send(steps, "reduce_scatter", self.rows, width)
         steps.compute(self.wgrad_us, *(scattered if sequential else gathered))
         steps.compute(0.0, *scattered)
@@ -111,8 +126,7 @@ class Linear:
 
     def row_backward(self) -> SimulatedRun:
         """`dx = all_gather(dy_shard) @ w`, `dw = all_gather(dy_shard).T @ x`."""
-        copy_us = self._own_rows_us(self.out_features) if self._queued and self.link.size > 1 else 0.0
-        return self._gather(self.in_features, self.out_features, then_us=self.wgrad_us + copy_us)
+        return self._gather(self.in_features, self.out_features, wgrad=True)
 
     def enqueue_us(self, run: SimulatedRun) -> float:
         return run.num_messages * self.model.enqueue_us if self.overlap.method == "p2p" else 0.0
@@ -128,65 +142,149 @@ class Linear:
         return self.overlap.method == "p2p" and self.model.on_device
 
     @property
-    def _copy_us(self) -> float | None:
-        """Fixed time of a copy; None: other messages."""
-        return self.link.copy_us if self._queued and self.overlap.copies else None
+    def _by_copies(self) -> bool:
+        return self._queued and self.overlap.copies and self.model.mover(self.link) == "copy"
 
     @property
     def _mover(self) -> Mover:
-        return "message" if self._queued and self._copy_us is None else "copy"
+        return "message" if self._queued and not self._by_copies else "copy"
 
-    def _queued_us(self, plan: Plan) -> tuple[float, ...]:
-        """Fixed times of the messages. The first copy to each peer waits until the buffer of the peer is free."""
-        copy_us = self._copy_us
-        if copy_us is None:  # a kernel of NCCL; the next one starts when it has ended
-            return (self.link.latency_us + self.model.launch_us,) * len(plan.messages)
-        first = {message.to: index for index, message in reversed(list(enumerate(plan.messages)))}
-        flags = [1 + (first[message.to] == index) for index, message in enumerate(plan.messages)]
-        return tuple(copy_us + count * self.link.flag_us for count in flags)
+    @property
+    def _flag_us(self) -> float:
+        """Time of the computing queue to wait for the flag of a message."""
+        return self.link.flag_us if self._by_copies else 0.0
+
+    @cached_property
+    def _nodes(self) -> Nodes:
+        """Placement of the ranks; one node where messages between nodes are as those inside."""
+        size, per_node = self.link.size, self.link.per_node
+        if 1 < per_node < size:
+            inside = replace(self, link=self.model.link(per_node))
+            if inside._by_copies or self.overlap.method == "fused":
+                return Nodes(size // per_node, per_node)
+        return Nodes(1, size)
+
+    def _inside(self, node: int) -> "Linear":
+        """The layer on the rows and the ranks of a node."""
+        if self._nodes.num_nodes == 1:
+            return self
+        start, stop = self._nodes.rows(self.rows, node)
+        return replace(self, link=self.model.link(self._nodes.per_node), rows=stop - start)
+
+    def _send_along_rail(self, stream: Stream, width: int, after_work: int = 0) -> int:
+        """Adds the message of the rows of one rank to another node; returns its number."""
+        nodes, inside = self._nodes, self._inside(0).link
+        rail = self.model.link(nodes.num_nodes, nodes.per_node)
+        num_bytes, stretch = self._shard_bytes(width), inside.copy_rate / rail.copy_rate
+        queued_us = self.model.queued_us(rail, "message")
+        return stream.add(Transfer(num_bytes, after_work, None, stretch, 0.0, queued_us, "message", between_nodes=True))
+
+    def _arriving(self, stream: Stream, width: int) -> Iterator["Linear"]:
+        """Yields the layer on the rows of each node, own rows first, after the message along the rail."""
+        plan, sent = self._nodes.gather(0), list[int]()
+        for number, work in enumerate(plan.work, 1):
+            while len(sent) < len(plan.messages) and plan.messages[len(sent)].not_before <= number:
+                sent.append(self._send_along_rail(stream, width))
+            if work.needs:
+                stream.compute(0.0, *(sent[message] for message in work.needs))
+            yield self._inside(work.chunks[0].owner)
 
     def _own_rows_us(self, width: int) -> float:
         """Copy of the own rows: beside the gathered ones, which wgrad reads as one tensor, or for the peers."""
         return self.model.memory_us(2 * self._bytes(self.rows / self.link.size, width))
 
-    def _regather(self) -> Stream:
-        """The gather of the input in backward, and the weight gradient after its last message."""
-        width = self.in_features
-        gather = self._streams("all_gather", 0, width)[0]
-        flags_us = sum(time_us for time_us, _ in gather.work)
-        gather.work.clear()
-        gather.compute(flags_us + self._own_rows_us(width) + self.wgrad_us, *range(len(gather.messages)))
-        return gather
-
     def _bytes(self, rows: float, width: int) -> float:
         return rows * width * self.model.item_bytes
 
-    def _gather(self, n: int, k: int, then_us: float = 0.0) -> SimulatedRun:
-        """An all-gather of rows of width k and the GEMM to width n, then other work."""
-        kind: Mover
+    def _shard_bytes(self, width: int) -> float:
+        """Bytes of the rows that rank 0 owns."""
+        return self._bytes(ChunkLayout(self.rows, self.link.size).shard_rows(0), width)
+
+    def _gather(self, n: int, k: int, *, wgrad: bool = False) -> SimulatedRun:
+        """An all-gather of rows of width k and the GEMM to width n, then the weight gradient."""
         if slices := self._slices("all_gather"):
-            steps = self._collectives()
+            steps = Stream()
             gathered = [self._send(steps, "all_gather", rows, k) for rows in slices]
             for messages, rows in zip(gathered, slices, strict=True):
                 steps.compute(self.model.gemm_us(rows, n, k), *messages)
-            streams, kind = [steps], "collective"
-        else:
-            streams, kind = self._streams("all_gather", n, k), self._mover
-        for stream in streams:
-            stream.compute(then_us)
-        return self._fastest(kind, streams)
+            steps.compute(self.wgrad_us if wgrad else 0.0)
+            return self._fastest("collective", [steps])
+        streams = []
+        for plan in self._inside(0)._plans("all_gather", k):
+            stream = Stream()
+            for inside in self._arriving(stream, k):
+                inside._run(stream, plan, n, k)
+                if wgrad:
+                    stream.compute(inside.wgrad_us + (inside._own_rows_us(k) if self._queued else 0.0))
+            streams.append(stream)
+        return self._fastest(self._inside(0)._mover, streams)
 
-    def _scatters(self, n: int, k: int) -> list[Stream]:
-        """A GEMM from width k to width n, and the reduce-scatter of its result."""
-        slices = self._slices("reduce_scatter")
-        if not slices:
-            return self._streams("reduce_scatter", n, k)
-        steps, sent = self._collectives(), list[int]()
-        for rows in slices:
-            steps.compute(self.model.gemm_us(rows, n, k))
-            sent += self._send(steps, "reduce_scatter", rows, n)
-        steps.last_sums = steps.compute(0.0, *sent)
-        return [steps]
+    def _scatter(self, n: int, k: int, *, wgrad: bool = False) -> SimulatedRun:
+        """A GEMM from width k to width n, and the reduce-scatter of its result. Before its sums the weight gradient."""
+        if slices := self._slices("reduce_scatter"):
+            steps, sent = Stream(), list[int]()
+            gathered = self._gather_again(steps) if wgrad else ()
+            for rows in slices:
+                steps.compute(self.model.gemm_us(rows, n, k))
+                sent += self._send(steps, "reduce_scatter", rows, n)
+            steps.compute(self.wgrad_us if wgrad else 0.0, *gathered)
+            steps.compute(0.0, *sent)
+            return self._fastest("collective", [steps])
+        streams, rail, shard_bytes = [], self._nodes.scatter(0), self._shard_bytes(n)
+        concurrent = self._queued or len(rail.work) == 1  # see `LinearMethod.concurrent`
+        for plan in self._inside(0)._plans("reduce_scatter", n):
+            stream, sums = Stream(), list[int]()
+            wgrads = self._wgrads(stream) if wgrad else repeat(None)
+            next(wgrads)
+            for number, work in enumerate(rail.work, 1):
+                if work.adds:
+                    if not concurrent:
+                        next(wgrads)
+                    stream.compute(self.model.memory_us((len(work.adds) + 2) * shard_bytes, "sum"), *sums)
+                    continue
+                inside, before_sums = self._inside(work.chunks[0].owner), None
+                if work.chunks[0].owner == rail.rank and concurrent:
+                    next(wgrads)
+                    before_sums = wgrads if wgrad else None
+                inside._run(stream, plan, n, k, before_sums)
+                for message in rail.messages:
+                    if message.after_work == number:
+                        stream.compute(self.model.memory_us(2 * shard_bytes))  # from the result of the node
+                        sums.append(self._send_along_rail(stream, n, len(stream.work)))
+            streams.append(stream)
+        return self._fastest(self._inside(0)._mover, streams)
+
+    def _gather_again(self, steps: Stream) -> tuple[int, ...]:
+        """Adds the collective that gathers the input for wgrad, unless forward has saved it."""
+        return () if self.overlap.save_gathered else self._send(steps, "all_gather", self.rows, self.in_features)
+
+    def _wgrads(self, stream: Stream) -> Iterator[None]:
+        """Adds the weight gradient step by step: a first message, messages inside the own node, and all else."""
+        if self._nodes.num_nodes == 1 and (not self._queued or self.overlap.save_gathered):
+            gathered = self._gather_again(stream)
+            yield
+            yield
+            stream.compute(self.wgrad_us, *gathered)
+            yield
+        arriving = self._arriving(stream, self.in_features)
+        first = next(arriving)
+        yield
+        if self._queued:
+            started = first._gather_rows(stream, 0)
+            yield
+        else:
+            started = first._gather_rows(stream, len(stream.work))
+        stream.compute(*started)
+        for inside in arriving:
+            stream.compute(*inside._gather_rows(stream, len(stream.work)))
+        yield
+
+    def _gather_rows(self, stream: Stream, after_work: int) -> tuple[float, *tuple[int, ...]]:
+        """Adds the messages that gather the input; returns the time of the weight gradient, and what it needs."""
+        width = self.in_features
+        plan = self._plans("all_gather", width)[0]
+        sent = self._send_messages(stream, plan, width, [after_work])
+        return len(sent) * self._flag_us + self._own_rows_us(width) + self.wgrad_us, *sent
 
     def _slices(self, collective: _Collective) -> list[int]:
         """Rows of each collective; empty: the ranks send messages."""
@@ -199,47 +297,57 @@ class Linear:
 
     def _send(self, steps: Stream, kind: _Collective, rows: int, width: int) -> tuple[int, ...]:
         """Adds a collective over so many rows, after all steps so far, if the group has several ranks."""
-        if self.link.size == 1:
+        link = self.link
+        if link.size == 1:
             return ()
-        part = (self.link.size - 1) / self.link.size
-        slower = self.link.collective_rate / self.link.scatter_rate if kind == "reduce_scatter" else 1.0
-        return (steps.send(self._bytes(rows, width) * part, slower),)
+        num_bytes = self._bytes(rows, width) * (link.size - 1) / link.size
+        slower = link.collective_rate / link.scatter_rate if kind == "reduce_scatter" else 1.0
+        latency_us = link.ring_latency_us + self.model.launch_us
+        return (steps.send(Transfer(num_bytes, stretch=slower, latency_us=latency_us)),)
 
-    def _collectives(self) -> Stream:
-        return Stream(self.link.ring_latency_us + self.model.launch_us)
-
-    def _streams(self, collective: _Collective, n: int, k: int) -> list[Stream]:
-        """The point-to-point streams, one for each number of chunks and split that may be the fastest."""
-        overlap, chunks = self.overlap, self.overlap.chunks_per_rank
+    def _plans(self, collective: _Collective, width: int) -> list[Plan]:
+        """The plans of rank 0, one for each number of chunks and split that may be the fastest."""
+        overlap, size = self.overlap, self.link.size
+        pattern: Pattern = "direct"
+        splits: tuple[Split, ...] = ("all",)
+        counts = _CHUNKS if overlap.chunks_per_rank is None else (overlap.chunks_per_rank,)
         if overlap.method == "userbuffers":
-            return [self._stream(collective, n, k, "ring", 1, "all")]
-        if overlap.method == "fused":
-            counts = _CHUNKS if chunks is None else (chunks,)
-            return [self._stream(collective, n, k, "direct", count, "all") for count in counts]
-        splits: tuple[Split, ...] = ("edge",) if self._queued else ("edge", "all")
-        if overlap.split is not None:
-            splits = (overlap.split,)
-        if chunks is None:
-            width = k if collective == "all_gather" else n
-            row_bytes, engines = int(self._bytes(1, width)), self._copy_us is not None
-            chunks = default_chunks(collective, self.link.size, self.rows, row_bytes, copy_engines=engines)
-        splits = splits[: None if chunks > 1 else 1]
-        return [self._stream(collective, n, k, overlap.pattern, chunks, split) for split in splits]
+            pattern, counts = "ring", (1,)
+        elif overlap.method != "fused":
+            pattern = overlap.pattern
+            if overlap.chunks_per_rank is None:
+                row_bytes, engines = int(self._bytes(1, width)), self._by_copies
+                counts = (default_chunks(collective, size, self.rows, row_bytes, copy_engines=engines),)
+            splits = ("edge",) if self._queued or counts == (1,) else ("edge", "all")
+            splits = splits if overlap.split is None else (overlap.split,)
+        build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
+        return [
+            build(size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
+            for chunks in counts
+            for split in splits
+        ]
 
-    def _stream(self, collective: _Collective, n: int, k: int, pattern: Pattern, chunks: int, split: Split) -> Stream:
-        """The plugin's plan of one rank with the times of its GEMMs, additions and messages."""
-        gathers, fused = collective == "all_gather", self.overlap.method == "fused"
-        width, build = (k, all_gather_plan) if gathers else (n, reduce_scatter_plan)
-        plan = build(self.link.size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
+    def _run(self, stream: Stream, plan: Plan, n: int, k: int, before_sums: Iterator[None] | None = None) -> None:
+        """Adds the GEMMs, messages and additions of a plan, and a step of `before_sums` before the last additions."""
+        gathers, fused, chunks = plan.collective == "all_gather", self.overlap.method == "fused", plan.chunks_per_rank
+        width, layout = k if gathers else n, plan.layout(self.rows)
+        sent = [len(stream.messages) + message for message in range(len(plan.messages))]
         # See `add_early` of `PipelinedReduceScatter`.
         shallow = not gathers and k <= SHALLOW_DEPTH
-        early = shallow and self._queued and pattern == "direct" and self.link.size > 2
-        layout, stream = plan.layout(self.rows), Stream(0.0 if self._queued else None)
-        # The computing queue waits for the flag of each message.
-        flag_us = 0.0 if self._copy_us is None else self.link.flag_us
+        early = shallow and self._queued and plan.pattern == "direct" and self.link.size > 2
+
+        def add(received: Sequence[int]) -> None:
+            for added in (received[:-chunks], received[-chunks:]) if early else (received,):
+                if added:
+                    rows = sum(layout.num_chunk_rows(plan.messages[message].recv) for message in added)
+                    # Before an early sum most messages have arrived long ago.
+                    flags_us = (1 if early else len(added)) * self._flag_us
+                    time_us = self._added_us(rows, layout.shard_rows(0), width, early)
+                    stream.compute(time_us + flags_us, *(sent[message] for message in added))
+
         if gathers and self.overlap.method == "compiled":
             stream.compute(self._own_rows_us(k))
-        done = [len(stream.work)]  # works of the stream after each number of works of the plan
+        done = [len(stream.work)]
         for index, work in enumerate(plan.work):
             if work.chunks:
                 rows, launch_us = sum(layout.num_chunk_rows(chunk) for chunk in work.chunks), 0.0
@@ -247,22 +355,36 @@ class Linear:
                 if fused:  # a share of one GEMM
                     gemm_us = (self.model.gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
                     launch_us = self.model.launch_us if index == 0 else 0.0
-                stream.compute(gemm_us + len(work.needs) * flag_us + launch_us, *work.needs)
-            for added in (work.adds[:-chunks], work.adds[-chunks:]) if early else (work.adds,):
-                if added:
-                    rows = sum(layout.num_chunk_rows(plan.messages[message].recv) for message in added)
-                    # Before an early sum most messages have arrived long ago.
-                    num_flags = 1 if early else len(added)
-                    time_us = self._added_us(rows, layout.shard_rows(0), width, early)
-                    stream.compute(time_us + num_flags * flag_us, *added)
-            done.append(len(stream.work))
-        queued_us = self._queued_us(plan) if self._queued else [0.0] * len(plan.messages)
-        for message, time_us in zip(plan.messages, queued_us, strict=True):
+                flags_us = len(work.needs) * self._flag_us
+                stream.compute(gemm_us + flags_us + launch_us, *(sent[message] for message in work.needs))
+                add(work.adds)
+                done.append(len(stream.work))
+        # As `PipelinedReduceScatter` with `work_follows`.
+        num_first = 1 if before_sums is not None and plan.pattern != "ring" else len(sent)
+        self._send_messages(stream, plan, width, done, stop=num_first)
+        if before_sums is not None:
+            next(before_sums)
+        sent[num_first:] = self._send_messages(stream, plan, width, done, start=num_first)
+        for work in plan.work:
+            if not work.chunks:
+                add(work.adds)
+
+    def _send_messages(
+        self, stream: Stream, plan: Plan, width: int, done: Sequence[int], start: int = 0, stop: int | None = None
+    ) -> list[int]:
+        """Adds messages of a plan; returns their numbers. `done`: works of the stream by GEMMs of the plan."""
+        layout, first, sent = plan.layout(self.rows), len(stream.messages), list[int]()
+        for index, message in list(enumerate(plan.messages))[start:stop]:
+            latency_us, queued_us = None, 0.0
+            if self._queued:
+                # The first copy to a peer also waits until its buffer is free.
+                is_first = all(message.to != other.to for other in plan.messages[:index])
+                latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, 1 + is_first)
+            after_message = None if message.after_message is None else first + message.after_message
             num_bytes = self._bytes(layout.num_chunk_rows(message.send), width)
-            after = done[message.after_work], message.after_message
-            stream.messages.append(Transfer(num_bytes, *after, queued_us=time_us))
-        stream.last_sums = done[sum(bool(work.chunks) for work in plan.work)]
-        return stream
+            transfer = Transfer(num_bytes, done[message.after_work], after_message, 1.0, latency_us, queued_us)
+            sent.append(stream.add(transfer))
+        return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
         """Time to add received rows to own rows; `early`: in one of two sums, which write or read an fp32 total."""
@@ -275,15 +397,8 @@ class Linear:
         # An addition reads its terms once and reads and writes the sum.
         return self.model.memory_us(self._bytes(received + 2 * min(received, own), width))
 
-    def _fastest(self, kind: Mover, streams: Sequence[Stream], wgrad: Stream | None = None) -> SimulatedRun:
-        """The fastest of the streams, each with the weight gradient of another stream before its last sums."""
-        runs = []
-        for stream in streams:
-            order = [(0, k) for k in range(len(stream.work))]
-            if wgrad is not None:
-                order.insert(stream.last_sums, (1, 0))
-            both = [stream] if wgrad is None else [stream, wgrad]
-            runs.append(run_streams(both, self.model, self.link, kind, order))
+    def _fastest(self, kind: Mover, streams: Sequence[Stream]) -> SimulatedRun:
+        runs = (run_streams([stream], self.model, self._inside(0).link, kind) for stream in streams)
         return min(runs, key=lambda simulated: simulated.time_us)
 
 

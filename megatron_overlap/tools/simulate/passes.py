@@ -37,25 +37,18 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Operations in order, with the sums of their times."""
+    """Operations in order, and the sums of their times."""
 
     ops: tuple[Op, ...]
+    time_us: float
+    tensor_us: float
+    context_us: float
+    expert_us: float
 
-    @property
-    def time_us(self) -> float:
-        return sum(op.time_us for op in self.ops)
-
-    @property
-    def tensor_us(self) -> float:
-        return sum(op.tensor_us for op in self.ops)
-
-    @property
-    def context_us(self) -> float:
-        return sum(op.context_us for op in self.ops)
-
-    @property
-    def expert_us(self) -> float:
-        return sum(op.expert_us for op in self.ops)
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> "Pass":
+        names = ("time_us", "tensor_us", "context_us", "expert_us")
+        return cls(tuple(ops), *(sum(getattr(op, name) for op in ops) for name in names))
 
 
 def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass:
@@ -65,7 +58,7 @@ def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass
     """
     last = max((index for index, op in enumerate(ops) if op.sync), default=None)
     if last is None:
-        return Pass(tuple(ops))
+        return Pass.of(ops)
     computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
     made = []
     for op in ops:
@@ -76,7 +69,7 @@ def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass
         late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
         made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
         computed = _after_sync(op)
-    return Pass(tuple(made))
+    return Pass.of(made)
 
 
 def _after_sync(op: Op) -> float:

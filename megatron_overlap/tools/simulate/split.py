@@ -14,7 +14,7 @@ from functools import lru_cache
 from megatron_overlap.autotune.cost_model import CollectiveKind, CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules.heuristics import MIN_COPY_BYTES, balanced_rows
-from megatron_overlap.tools.simulate.event_simulator import Stream, run_streams
+from megatron_overlap.tools.simulate.event_simulator import Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Job, Split
 from megatron_overlap.tools.simulate.layer import OVERLAPPED_CALLS, Layers
 from megatron_overlap.tools.simulate.passes import Op, Pass
@@ -81,16 +81,14 @@ class _PartLayers(Layers):
     def gathers_by_copies(self) -> bool:
         """See `PartGathers`."""
         overlap = self.job.tensor_overlap
-        engines = self.tensor_link.copy_us is not None and overlap.copies and not overlap.save_gathered
-        return engines and self.own_bytes >= MIN_COPY_BYTES
+        engines = self.model.mover(self.tensor_link) == "copy"
+        return engines and overlap.copies and not overlap.save_gathered and self.own_bytes >= MIN_COPY_BYTES
 
     def fixed_us(self, kind: CollectiveKind) -> float:
         """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""
         link = self.tensor_link
         if kind == "all_gather" and self.gathers_by_copies:
-            # Each copy has two flags: the buffer is free, and the rows have arrived.
-            assert link.copy_us is not None
-            return (self.job.tensor - 1) * (link.copy_us + 2 * link.flag_us)
+            return (self.job.tensor - 1) * self.model.queued_us(link, "copy")
         sent_us = (self.job.tensor - 1) * self.own_bytes / link.copy_rate
         return self.model.collective_us(kind, self.job.tensor * self.own_bytes, link) - sent_us
 
@@ -104,7 +102,7 @@ class _Schedule:
     def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
         self._layers, self._steps, self._collectives = layers, steps, collectives
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
-        self.parts = [Stream(0.0 if each.model.on_device else None) for each in layers]
+        self.parts = [Stream() for _ in layers]
         self.order: list[tuple[int, int]] = []
 
     def _compute(self, part: int, time_us: float, *needs: int) -> None:
@@ -115,9 +113,9 @@ class _Schedule:
         layers = self._layers[part]
         num_bytes = (layers.job.tensor - 1) * layers.own_bytes
         if not layers.model.on_device:
-            return self.parts[part].send(num_bytes)
+            return self.parts[part].send(Transfer(num_bytes))
         mover: Mover = "copy" if kind == "all_gather" and layers.gathers_by_copies else "message"
-        return self.parts[part].send(num_bytes, queued_us=layers.fixed_us(kind), mover=mover)
+        return self.parts[part].send(Transfer(num_bytes, latency_us=0.0, queued_us=layers.fixed_us(kind), mover=mover))
 
     def forward(self) -> None:
         """Each step starts the next one after its first GEMM."""

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.comm import Transport, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops.tensor_parallel import p2p
 from megatron_overlap.ops.tensor_parallel.linear import (
@@ -26,9 +27,10 @@ from megatron_overlap.ops.tensor_parallel.linear import (
     _LinearReduceScatter,
 )
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
-from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WgradTarget
 from megatron_overlap.schedules import gather_scatter
+from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import NcclGroup, Recorder
 from tests.comm.makespan import Gpu, Work, makespan
@@ -104,25 +106,31 @@ class Context(SimpleNamespace):
         self.saved_tensors = tensors
 
 
-def record(patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl") -> list[Recorder]:
-    """Run one pass of a layer on the device model of every rank."""
+def record(
+    patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl", nodes: Nodes | None = None
+) -> list[Recorder]:
+    """Run one pass of a layer on the device model of every rank; with `nodes` by copies inside, and NCCL between."""
     model, column = MODELS[case.model], LAYERS[case.layer] == "column"
-    hidden, features, rows = model.hidden, model.features(case.layer), case.rows
+    hidden, rows, ranks = model.hidden, case.rows, RANKS if nodes is None else nodes.num_ranks
+    features = model.features(case.layer) // ranks
     devices = []
-    for rank in range(RANKS):
-        device = Recorder(rank, RANKS)
+    for rank in range(ranks):
+        device = Recorder(rank, ranks)
         with FakeTensorMode():
             transport = TRANSPORTS[transport_name](patch, device)
+            if nodes is not None:
+                backend: Any = EngineBackend(device, GPU, nodes.members(nodes.node(rank)))
+                transport = CopyNodesTransport(CopyTransport(backend), transport, nodes)
 
             def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
                 return torch.empty(shape, device="cuda", dtype=dtype)
 
-            w = empty(features // RANKS, hidden) if column else empty(hidden, features // RANKS)
-            own_rows = rows if case.plain else rows // RANKS
-            x = empty(own_rows, hidden) if column else empty(rows, features // RANKS)
-            dy = empty(rows, features // RANKS) if column else empty(own_rows, hidden)
+            w = empty(features, hidden) if column else empty(hidden, features)
+            own_rows = rows if case.plain else rows // ranks
+            x = empty(own_rows, hidden) if column else empty(rows, features)
+            dy = empty(rows, features) if column else empty(own_rows, hidden)
             target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
-            method = P2PMethod(transport, LinearPlan())
+            method = method_for(transport, LinearPlan())
             call = LinearOptions(method, target, num_rows=rows, save_input=True)
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
             function: Any = _AllGatherLinear if column else _LinearReduceScatter

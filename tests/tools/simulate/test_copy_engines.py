@@ -112,8 +112,8 @@ def test_nccl_takes_sms_and_copies_do_not() -> None:
     given = {"copy": 0.05, "collective": 0.5, "gbps": 3.0}
     by_copies, by_nccl = (linear(gpu(engines=engines, **given)).column_forward() for engines in (True, False))
     assert by_nccl.compute_us > 1.2 * by_copies.compute_us
-    # A group of several nodes has no copy engines.
-    assert linear(gpu(devices=2, **given)).column_forward().compute_us > 1.2 * by_copies.compute_us
+    # A group with one rank on each node has no copy engines.
+    assert linear(gpu(devices=1, **given)).column_forward().compute_us > 1.2 * by_copies.compute_us
 
 
 def test_a_config_may_leave_the_copy_engines_out() -> None:

@@ -112,12 +112,12 @@ def stream(*sizes: float, work: tuple[tuple[float, tuple[int, ...]], ...] = ()) 
 
 def test_a_rank_sends_one_message_at_a_time() -> None:
     """Over two streams the first ready message leaves first; latencies overlap transfers."""
-    first, second = Stream(latency_us=1.0), Stream(latency_us=1.0)
+    first, second = Stream(), Stream()
     for _ in range(2):
-        first.send(4000.0)
+        first.send(Transfer(4000.0, latency_us=1.0))
     for time_us in (2.0, 30.0):
         second.compute(time_us)
-        second.send(1000.0)
+        second.send(Transfer(1000.0, latency_us=1.0))
     model = machine()
     simulated = run_streams([first, second], model, model.link(2))
     assert simulated.arrived_us == (pytest.approx((5, 9)), pytest.approx((10, 34)))

@@ -31,7 +31,7 @@ def passes(
     """Forward and backward of one layer."""
     layer = ExpertLayer(machine(**changes), Experts(shape, ranks, overlap), HIDDEN, False, TOKENS)
     shared = (Op("shared", shared_us),) if shared_us else ()
-    return [Pass(tuple(expert_ops(layer, shared, backward))) for backward in (False, True)]
+    return [Pass.of(expert_ops(layer, shared, backward)) for backward in (False, True)]
 
 
 def message_us(gbps: float, ranks: int = 2) -> float:
@@ -76,7 +76,7 @@ def test_a_chunk_is_computed_after_it_arrived() -> None:
     rows, gbps = 32, 1e-3
     layer = ExpertLayer(machine(gbps=gbps), Experts(ExpertShape(2, 1, 512), 2, "p2p"), HIDDEN, False, 2 * rows)
     message, chunk, router = rows * HIDDEN * 2 / (gbps * 1e3), 4 * rows * HIDDEN * 512 / 1e6, 8 * rows * HIDDEN / 1e6
-    assert Pass(tuple(expert_ops(layer, (), False))).time_us == pytest.approx(2 * message + chunk + router)
+    assert Pass.of(expert_ops(layer, (), False)).time_us == pytest.approx(2 * message + chunk + router)
 
 
 def test_shared_experts_are_computed_during_dispatch() -> None:
