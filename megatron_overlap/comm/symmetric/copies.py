@@ -78,7 +78,7 @@ class _Messages:
     Attributes:
         buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
         received: waits for the flags of messages, by their numbers; None without flags.
-        runs_of_own: start and stop of consecutive own rows of a call, of which each message sends one run.
+        runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
     """
@@ -350,7 +350,8 @@ class CopyP2PWork:
             sizes = [stop - start for start, stop in runs]
             cut = (self._own,) if len(runs) == 1 else torch.unsafe_split_with_sizes(self._own, sizes)
             self._own_rows = dict(zip(runs, cut, strict=True))
-        return self._own_rows[rows]
+        found = self._own_rows.get(rows)
+        return self._own[slice(*rows)] if found is None else found
 
     def is_completed(self, message: int) -> bool:
         return False

@@ -35,17 +35,25 @@ class _ScatteredRows(WorkRows):
         self.of_partial = [partial[start:stop] for start, stop in self.of_work]
         # The messages are in the order of sources and rows.
         by_source = bool(plan.messages) and plan.pattern != "ring"
-        self.of_sources = terms.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else terms
-        self.received = terms.split([layout.num_chunk_rows(message.recv) for message in plan.messages])
-        # All ranks receive the same numbers of rows, in the same order.
-        symmetric = layout.num_rows % plan.num_ranks == 0
+        lengths = [layout.num_chunk_rows(message.recv) for message in plan.messages]
+        of_this_rank = terms[: sum(lengths)]
+        self.of_sources = of_this_rank.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else of_this_rank
+        self.received = of_this_rank.split(lengths)
+        num_sent = 0
         transfers: list[Transfer] = []
         for message, received in zip(plan.messages, self.received, strict=True):
             start, stop = layout.rows(message.send)
+            # Where the receiver has the rows: it receives from this rank in the same order, of other owners before it.
+            first = num_sent
+            if by_source:
+                before = (message.to - plan.rank) % plan.num_ranks - 1
+                first = before * layout.shard_rows(message.to) + layout.rows_in_shard(message.send)[0]
+            num_sent += stop - start
             if hidden and plan.pattern != "ring":
                 # The GEMM of the own rows hides the first one.
                 message = replace(message, not_before=len(plan.work) - (not transfers))
-            transfers.append(Transfer(message, partial[start:stop], received, lands=received if symmetric else None))
+            lands = terms[first : first + stop - start]
+            transfers.append(Transfer(message, partial[start:stop], received, lands=lands))
         self.repeated = Repeated(lambda own: transfers)
 
 
@@ -84,11 +92,10 @@ class PipelinedReduceScatter:
         self._on_device = transport.on_device
         features, hidden, sent = out.shape[1], work_follows and transport.on_device, bool(plan.messages)
         partial = pool.take("partial", (layout.num_rows * sent, features), out)
-        num_received = (plan.num_ranks - 1) * out.shape[0] * sent
-        if plan.pattern == "ring":  # it receives rows of other owners too
-            num_received = sum(layout.num_chunk_rows(message.recv) for message in plan.messages)
-        symmetric = layout.num_rows % plan.num_ranks == 0
-        terms = pool.take("received", (num_received, features), out, symmetric=symmetric)
+        # The first shard is the longest.
+        terms = pool.take(
+            "received", ((plan.num_ranks - 1) * layout.shard_rows(0) * sent, features), out, symmetric=True
+        )
         of = plan, layout, partial, terms, hidden
         self.rows = repeated(transport, of, lambda: _ScatteredRows(*of))
         self._partial, self._received = partial, self.rows.received

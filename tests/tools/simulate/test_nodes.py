@@ -217,11 +217,9 @@ def test_parts_over_nodes_are_collectives_of_nccl() -> None:
     assert forward.time_us == pytest.approx(8 * (part / 200 + 2 * NCCL_US + 50.0), rel=0.001)
 
 
-def test_experts_use_nccl_also_inside_a_node() -> None:
+def test_groups_over_nodes_have_no_copies() -> None:
     model = machine(Nodes(2, 4))
-    assert model.mover("experts", model.link(4)) == "message"
-    assert model.mover("linear layers", model.link(4)) == model.mover("gathers of parts", model.link(4)) == "copy"
-    assert model.mover("linear layers", model.link(8)) == "message"
+    assert [model.mover(model.link(size)) for size in (2, 4, 8)] == ["copy", "copy", "message"]
 
 
 def test_auto_over_nodes_takes_the_faster_method() -> None:
