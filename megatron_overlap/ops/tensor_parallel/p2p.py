@@ -154,19 +154,20 @@ class P2PMethod(LinearMethod):
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
         shallow = a.shape[1] <= SHALLOW_DEPTH
-        scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
+        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
         scatter.compute(self._gemm_rows(a, b, scatter.rows), meanwhile)
         return scatter
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
-        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
+        scatter = self.begin_scatter(rows, rows.shape[1], op)
         scatter.compute(lambda start, stop, out: out.copy_(rows[start:stop]))
         return scatter
 
-    def _begin_scatter(
-        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool, add_early: bool = False
+    def begin_scatter(
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool = False, add_early: bool = False
     ) -> PipelinedReduceScatter:
+        """Starts the reduce-scatter of rows `[like.shape[0], features]`, which the caller computes."""
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
         out = like.new_empty(layout.shard_rows(self.rank), features)

@@ -238,13 +238,10 @@ class FusedAllReduce:
     """A fused GEMM + reduce-scatter and an all-gather of the sums; see `Reduce`."""
 
     def __init__(self, method: FusedMethod, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece]) -> None:
-        own = method.scatter(a, b, op).finish()
-        self._gather = method.gather(own, a.shape[0], op)
+        scatter = method.scatter(a, b, op)
+        self._gather = method.gather(scatter.finish(), a.shape[0], op)
         self._out = self._gather.rows()
-        own_rows = -(-a.shape[0] // method.size)
-        num_rows = a.shape[0] - own_rows + (method.size - 1) * own_rows
-        self.num_bytes = num_rows * b.shape[1] * a.itemsize
-        """Bytes that this rank sends: the partial sums of other owners, and the own sums to all other ranks."""
+        self.num_bytes = scatter.num_bytes + self._gather.num_bytes
         for piece in pieces:
             piece()
 
