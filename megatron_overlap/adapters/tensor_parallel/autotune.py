@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
-from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls, is_forward_only
+from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import Autotuner, Kind
@@ -29,22 +30,22 @@ _grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(slots=True)
-class _StockCall:
-    """A call that runs the stock path. `facts`: elements of the input, gradients enabled, of input and of weight."""
+class _StockCalls:
+    """Calls of a layer in one kind of pass that run the stock path.
 
-    facts: tuple[int, bool, bool, bool]
-    search: Search[Candidate]
+    Attributes:
+        least, below: elements of their input.
+        search: of calls that are measured from time to time.
+        gathers: the group of an all-gather whose rows the next layer may share.
+        communicate: they communicate in this pass.
+    """
+
+    least: float
+    below: float
     tally: Tally
-    gathers: dist.ProcessGroup | None
-
-
-@dataclass(slots=True)
-class _SmallCalls:
-    """Forward-only calls of a layer whose input has fewer elements than `elements`: they run the stock path."""
-
-    elements: float
-    tally: Tally
-    communicate: bool
+    search: Search[Candidate] | None = None
+    gathers: dist.ProcessGroup | None = None
+    communicate: bool = True
 
 
 class GroupAutotuners:
@@ -119,41 +120,40 @@ class LinearAutotuner(GroupAutotuners):
         super().__init__(session, session.config.tensor.method)
         self._check, self._transport = check, transport
         self._forward_only = ForwardOnlyCalls(transport)
-        self._small_calls: dict[int, _SmallCalls] = {}
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
         # Group, input and its version, and candidate of the last column-parallel call.
         self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
-        self._stock_calls: dict[int, _StockCall] = {}
+        self._stock_calls: dict[tuple[object, ...], _StockCalls] = {}
         self.paused = False
         # Calls of linear layers whose block runs in batch overlap.
         self._replaced: frozenset[Call] = frozenset()
 
-    def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether a call runs the stock path untimed. Such a call is counted.
+    def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+        """Whether a call runs the stock path untimed. Such a call is counted. `weight`: default that of the layer.
 
         `run` would take 5 % of the pass of a short layer. Other reasons against the plugin need no check here, because
         they lead to the stock path too.
         """
-        small = self._small_calls.get(id(layer))
-        if small is not None and x.numel() < small.elements and is_forward_only(x, weight):
-            if small.communicate:
-                small.tally.stock_selected += 1
-            else:
-                small.tally.not_communicating += 1
-            return True
-        stock = self._stock_calls.get(id(layer))
-        if (
-            stock is None
-            or stock.search.calls >= stock.search.free_until
-            or stock.facts != (x.numel(), _grad_enabled(), x.requires_grad, weight.requires_grad)
-        ):
-            return False
-        if stock.gathers is not None:
-            if self._candidate_of_same(stock.gathers, x) is not None:
+        if weight is None:
+            # `layer.weight` goes through `nn.Module.__getattr__`, an extra Python call on every forward.
+            weight = layer._parameters.get("weight")
+            if weight is None:
                 return False
-            self._last = stock.gathers, weakref.ref(x), _version_of(x), STOCK
-        stock.search.calls += 1
-        stock.tally.stock_selected += 1
+        stock = self._stock_calls.get(_pass_of(layer, x, weight))
+        if stock is None or not stock.least <= x.numel() < stock.below:
+            return False
+        if stock.search is not None:
+            if stock.search.calls >= stock.search.free_until:
+                return False
+            if stock.gathers is not None:
+                if self._candidate_of_same(stock.gathers, x) is not None:
+                    return False
+                self._last = stock.gathers, weakref.ref(x), _version_of(x), STOCK
+            stock.search.calls += 1
+        if stock.communicate:
+            stock.tally.stock_selected += 1
+        else:
+            stock.tally.not_communicating += 1
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
@@ -173,7 +173,7 @@ class LinearAutotuner(GroupAutotuners):
         if call.hooks.forward_only:
             threshold = self._forward_only.threshold(call, kind, autotuner.slowest)
             small = kind.rows < threshold.rows
-            if small or id(call.layer) not in self._small_calls:
+            if small or _pass_of(call.layer, x, weight) not in self._stock_calls:
                 self.add_small(call, threshold.rows)
             if small:
                 return self._run_candidate(call, STOCK)
@@ -197,9 +197,7 @@ class LinearAutotuner(GroupAutotuners):
             if threshold is not None:
                 threshold.rows, threshold.measured = kind.rows + 1, True
                 return result
-            facts = x.numel(), _grad_enabled(), x.requires_grad, weight.requires_grad
-            tally = self._session.counters.tally(*call.hooks.site, "forward")
-            _put(self._stock_calls, call.layer, _StockCall(facts, own.search, tally, group if gathers else None))
+            self._put(call, x.numel(), x.numel() + 1, search=own.search, gathers=group if gathers else None)
         return result
 
     def _candidate_of_same(self, group: dist.ProcessGroup, x: torch.Tensor) -> Candidate | None:
@@ -291,9 +289,15 @@ class LinearAutotuner(GroupAutotuners):
     def add_small(self, call: LinearCall, rows: float) -> None:
         """Lets `runs_stock` recognize the forward-only calls of a layer that have fewer gathered rows than `rows`."""
         shared = call.group.size() if call.op == "ag_gemm" else 1
+        self._put(call, 0, rows * call.weight.shape[1] / shared, communicate=call.op != "copy_gemm")
+
+    def _put(self, call: LinearCall, least: float, below: float, **options: Any) -> None:
+        """Stores a record for `runs_stock` until the layer is deleted, after which another one may get its id."""
+        calls, key = self._stock_calls, _pass_of(call.layer, call.x, call.weight)
+        if key not in calls:
+            weakref.finalize(call.layer, calls.pop, key, None).atexit = False
         tally = self._session.counters.tally(*call.hooks.site, call.hooks.forward)
-        elements = rows * call.weight.shape[1] / shared
-        _put(self._small_calls, call.layer, _SmallCalls(elements, tally, communicate=call.op != "copy_gemm"))
+        calls[key] = _StockCalls(least, below, tally, **options)
 
     def _p2p_candidates(self, call: LinearCall, kind: Call) -> list[Candidate]:
         tensor, x = self._session.config.tensor, call.x
@@ -314,12 +318,9 @@ def _version_of(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _put[Calls](calls: dict[int, Calls], layer: torch.nn.Module, value: Calls) -> None:
-    """Stores `value` until `layer` is deleted, after which another layer may get its id."""
-    number = id(layer)
-    if number not in calls:
-        weakref.finalize(layer, calls.pop, number, None).atexit = False
-    calls[number] = value
+def _pass_of(layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:
+    """A layer and what distinguishes its passes: training, forward only, and both passes of recomputation."""
+    return id(layer), _grad_enabled(), x.requires_grad, weight.requires_grad, megatron_random.IS_CHECKPOINTING
 
 
 def _kind_of(call: LinearCall) -> Call:

@@ -93,29 +93,19 @@ def row_forward(original: Method, session: Session) -> Method:
     adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    def run_row(layer: Any, x: torch.Tensor) -> LayerOutput:
-        group = layer.tp_group
+    @replaces(original)
+    def forward(self: Any, input_: torch.Tensor) -> LayerOutput:
+        if tuned and not adapter.assigned and runs_stock(self, input_):
+            return original(self, input_)
+        group = self.tp_group
         if group is None or (group.size() == 1 and not adapter.tp_invariant):
-            return original(layer, x)
-        op, weight = _OPS["row", layer.sequence_parallel], layer.weight
-        into = main_grad_of(weight) if layer.gradient_accumulation_fusion else NO_MAIN_GRAD
-        hooks = adapter.hooks("row", op, x, weight)
-        run_stock, result = functools.partial(original, layer, x), functools.partial(add_row_bias, layer)
-        call = LinearCall(layer, op, x, weight, None, group, *into, hooks, run_stock, result)
-        return adapter.run(call, unsupported_row_reason(layer, x, group, stock_gemm))
-
-    untraced = torch.compiler.disable(run_row)
-
-    @functools.wraps(original)
-    def forward(self: Any, input_: torch.Tensor) -> Any:
-        if tracing():
-            return untraced(self, input_)
-        if tuned and not adapter.assigned:
-            # `self.weight` goes through `nn.Module.__getattr__`, an extra Python call on every forward.
-            weight = self._parameters.get("weight")
-            if weight is not None and runs_stock(self, input_, weight):
-                return original(self, input_)
-        return run_row(self, input_)
+            return original(self, input_)
+        op, weight = _OPS["row", self.sequence_parallel], self.weight
+        into = main_grad_of(weight) if self.gradient_accumulation_fusion else NO_MAIN_GRAD
+        hooks = adapter.hooks("row", op, input_, weight)
+        run_stock, result = functools.partial(original, self, input_), functools.partial(add_row_bias, self)
+        call = LinearCall(self, op, input_, weight, None, group, *into, hooks, run_stock, result)
+        return adapter.run(call, unsupported_row_reason(self, input_, group, stock_gemm))
 
     return forward
 
@@ -133,10 +123,8 @@ def linear_forward(original: Method, session: Session) -> Method:
 
     @replaces(original)
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
-        if tuned and not adapter.assigned:
-            weight = self._parameters.get("weight")
-            if weight is not None and runs_stock(self, x, weight):
-                return original(self, x)
+        if tuned and not adapter.assigned and runs_stock(self, x):
+            return original(self, x)
         if te_communicates(self):
             return adapter.run(_call(self, x, original, adapter), unsupported_te_reason(self, x))
         if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.ops.call import Observer, WeightDone, transport_for
 from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
-from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
@@ -76,7 +75,8 @@ def attention_linear_reduce_scatter(
         chunks = most_parts(_MAX_CHUNKS_PER_RANK, q.shape[0] // transport.size, smallest, "first")
         plan = replace(plan, chunks_per_rank=chunks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    call = _Call(transport, plan, causal, scale, WgradTarget(main_grad, weight_done, transport.buffer_pool), observer)
+    target = WgradTarget(main_grad, weight_done, transport.buffer_pool)
+    call = _Call(P2PMethod(transport, plan), causal, scale, target, observer)
     y: torch.Tensor = _QuerySplit.apply(q, k, v, w_shard, call)
     return y
 
@@ -105,8 +105,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, m
 class _Call:
     """The options of one call: everything but tensors that autograd differentiates."""
 
-    transport: Transport
-    plan: LinearPlan
+    method: P2PMethod
     causal: bool
     scale: float
     target: WgradTarget
@@ -118,12 +117,7 @@ class _QuerySplit(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: torch.Tensor, call: _Call
     ) -> torch.Tensor:
-        transport = call.transport
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
-        row_bytes = batch * features * q.itemsize
-        schedule, layout = call.plan.schedule("reduce_scatter", transport, positions, row_bytes, q.device)
-        # The schedule cuts the sequence: one row is one position with its whole batch.
-        y = q.new_empty(layout.shard_rows(transport.rank), batch * features)
         rows = AttentionRows(q, k, v, call.causal, call.scale)
         context = q.new_empty(positions, batch, w.shape[1])
         lse = q.new_empty(batch, positions, q.shape[2], dtype=torch.float32)
@@ -132,27 +126,28 @@ class _QuerySplit(torch.autograd.Function):
             rows.forward(start, stop, context[start:stop], lse[:, start:stop])
             torch.mm(context[start:stop].flatten(0, 1), w.t(), out=out.view(-1, features))
 
-        scatter = PipelinedReduceScatter(transport, schedule, layout, y, "attention_linear_reduce_scatter")
+        # The schedule cuts the sequence: one row is one position with its whole batch.
+        scatter = call.method.begin_scatter(q, batch * features, "attention_linear_reduce_scatter")
         scatter.compute(compute)
-        scatter.finish()
+        y = scatter.finish()
         ctx.save_for_backward(q, k, v, w, context, lse)
         ctx.call = call
         if call.observer is not None:
-            call.observer("forward", (positions - y.shape[0]) * y.shape[1] * y.element_size())
+            call.observer("forward", scatter.num_bytes)
         return y.view(-1, batch, features)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, w, context, lse = ctx.saved_tensors
         call: _Call = ctx.call
-        transport, buffer_pool = call.transport, call.transport.buffer_pool
+        transport, buffer_pool = call.method.transport, call.method.buffer_pool
         need_x, need_w = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         if not (need_x or need_w):
             return None, None, None, None, None
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         dy_shard = grads[0].contiguous().flatten(1)
         row_bytes = batch * features * dy_shard.itemsize
-        schedule, layout = call.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
+        schedule, layout = call.method.plan.schedule("all_gather", transport, positions, row_bytes, dy_shard.device)
         full = buffer_pool.take("gather", (positions, batch * features), dy_shard, symmetric=True)
         dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
         wgrad = WeightGradient(w, call.target) if need_w else None

@@ -320,11 +320,9 @@ def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup, num_first: int, bac
 
     def runs(owner: int, receiver: int) -> Iterator[slice]:
         """Rows that `owner` has of the sequence, and `receiver` of its parts, as slices of the rows of `owner`."""
-        begin, length = receiver * num_first, num_first
-        for _ in range(2):
-            start, stop = (min(max(row - owner * num_rows, 0), num_rows) for row in (begin, begin + length))
-            yield slice(start, stop)
-            begin, length = size * num_first + receiver * (num_rows - num_first), num_rows - num_first
+        for begin, length in (0, num_first), (size * num_first, num_rows - num_first):
+            first = begin + receiver * length - owner * num_rows
+            yield slice(*(min(max(row, 0), num_rows) for row in (first, first + length)))
 
     def count(owner: int, receiver: int) -> int:
         return sum(run.stop - run.start for run in runs(owner, receiver))

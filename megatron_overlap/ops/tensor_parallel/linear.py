@@ -15,6 +15,7 @@ backward order and the all-gather of the sums are not from a paper.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,9 +23,17 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
-from megatron_overlap.ops.tensor_parallel.method import LinearContext, LinearMethod, LinearOptions, skipped_output
+from megatron_overlap.ops.tensor_parallel.method import (
+    Gather,
+    LinearContext,
+    LinearMethod,
+    LinearOptions,
+    LocalRows,
+    Reduce,
+    skipped_output,
+)
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
-from megatron_overlap.ops.wgrad import DeferredWgrad, WeightGradient, WgradTarget
+from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 from megatron_overlap.schedules import ChunkLayout
 
 
@@ -79,13 +88,14 @@ def all_gather_linear(
         method,
         WgradTarget(main_grad, weight_done, method.buffer_pool),
         observer,
+        sharded=True,
         num_rows=total,
         version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
         # Without a graph (inference, the first pass of recomputation) nothing is saved, whatever the plan.
         save_input=torch.is_grad_enabled() and w.requires_grad,
         on_save=on_save,
     )
-    y: torch.Tensor = _AllGatherLinear.apply(flat, w, bias, call)
+    y: torch.Tensor = _ColumnParallel.apply(flat, w, bias, call)
     if x_shard.dim() == 2:
         return y
     return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
@@ -129,101 +139,14 @@ def linear_reduce_scatter(
     if x.dim() > 2 and x.shape[0] % method.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {method.size} ranks; pad the sequence")
     target = WgradTarget(main_grad, weight_done, method.buffer_pool)
-    call = LinearOptions(method, target, observer, skip_output=skip_output)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y: torch.Tensor = _LinearReduceScatter.apply(flat, w_shard, call)
+    call = LinearOptions(method, target, observer, sharded=True, num_rows=flat.shape[0], skip_output=skip_output)
+    y: torch.Tensor = _RowParallel.apply(flat, w_shard, call)
     if bias is not None:
         y = y + bias
     if x.dim() == 2:
         return y
     return y.view(y.shape[0] // rows_per_index, *x.shape[1:-1], w_shard.shape[0])
-
-
-class _AllGatherContext(LinearContext, Protocol):
-    gathered: bool
-    saved_input: SavedInput | None
-
-
-class _AllGatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: _AllGatherContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
-    ) -> torch.Tensor:
-        method, x = call.method, x.contiguous()
-        save_gathered = method.save_gathered and call.save_input
-        gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version, save=save_gathered)
-        y = gather.matmul(w.t(), bias)
-        gather.finish()
-        ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
-        ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
-        if call.save_input and call.on_save is not None:
-            ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
-        call.report("forward", gather.num_bytes)
-        return y
-
-    @staticmethod
-    def backward(ctx: _AllGatherContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, w), call = ctx.saved_tensors, ctx.call
-        method, dy = call.method, grads[0].contiguous()
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        wgrad = WeightGradient(w, call.target) if need_w else None
-        gather = None
-        if wgrad is not None and not ctx.gathered:
-            # The first on the link: the weight gradient multiplies these rows, dgrad only adds received rows.
-            gather = method.gather(x, dy.shape[0], "all_gather_linear wgrad")
-            gather.wgrad(wgrad, dy=dy)
-        dx = dw = scatter = None
-        if need_x:
-            scatter = method.scatter(dy, w, "all_gather_linear dgrad", None if gather is None else gather.advance)
-        if wgrad is not None:
-            if gather is None:
-                wgrad.add(dy, x)
-            else:
-                gather.finish()
-            dw = wgrad.result()
-        if scatter is not None:
-            dx = scatter.finish()
-            call.report("dgrad", (dy.shape[0] - dx.shape[0]) * dx.shape[1] * dx.element_size())
-        if need_w:
-            call.report("wgrad", 0 if gather is None else gather.num_bytes)
-        dbias = dy.sum(0) if need_bias else None
-        if ctx.saved_input is not None:
-            ctx.saved_input.release()
-        return dx, dw, dbias, None
-
-
-class _LinearReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.call, method = call, call.method
-        if call.skip_output:
-            num_rows = ChunkLayout(x.shape[0], method.size).shard_rows(method.rank)
-            return skipped_output(x, num_rows, w.shape[0], call.report)
-        y = method.scatter(x, w.t(), "linear_reduce_scatter").finish()
-        call.report("forward", (x.shape[0] - y.shape[0]) * w.shape[0] * y.element_size())
-        return y
-
-    @staticmethod
-    def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, w), call = ctx.saved_tensors, ctx.call
-        need_x, need_w = ctx.needs_input_grad[:2]
-        if not (need_x or need_w):
-            return None, None, None
-        gather = call.method.gather(grads[0].contiguous(), x.shape[0], "linear_reduce_scatter dgrad")
-        dx = gather.matmul(w) if need_x else None
-        wgrad = None
-        if need_w:
-            wgrad = WeightGradient(w, call.target)
-            gather.wgrad(wgrad, x=x)
-        gather.finish()
-        dw = None if wgrad is None else wgrad.result()
-        # Both gradients use one gather. It is counted for the first.
-        if need_x:
-            call.report("dgrad", gather.num_bytes)
-        if need_w:
-            call.report("wgrad", 0 if need_x else gather.num_bytes)
-        return dx, dw, None
 
 
 def linear_all_reduce(
@@ -275,7 +198,7 @@ def linear_all_reduce(
     )
     # For a weight in its graph, autograd would run the hooks with an empty gradient before the postponed one exists.
     w = w_shard.detach() if defers else w_shard
-    y: torch.Tensor = _LinearAllReduce.apply(x.reshape(-1, x.shape[-1]), w, call)
+    y: torch.Tensor = _RowParallel.apply(x.reshape(-1, x.shape[-1]), w, call)
     if bias is not None:
         y = y + bias
     return y.view(*x.shape[:-1], w_shard.shape[0])
@@ -322,74 +245,116 @@ def copy_linear(
         save_input=w.requires_grad,
         deferred_wgrad=deferred_wgrad,
     )
-    y: torch.Tensor = _CopyLinear.apply(x.reshape(-1, x.shape[-1]), w, bias, call)
+    y: torch.Tensor = _ColumnParallel.apply(x.reshape(-1, x.shape[-1]), w, bias, call)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-class _LinearAllReduce(torch.autograd.Function):
+class _ColumnContext(LinearContext, Protocol):
+    gathered: bool
+    saved_input: SavedInput | None
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _ColumnContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
+    ) -> torch.Tensor:
+        method = call.method
+        save_gathered = call.sharded and method.save_gathered and call.save_input
+        gather: Gather
+        if call.sharded:
+            x = x.contiguous()
+            gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version, save=save_gathered)
+        else:
+            gather = LocalRows(x)
+        y = gather.matmul(w.t(), bias)
+        gather.finish()
+        ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
+        ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
+        if call.save_input and call.on_save is not None:
+            ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
+        call.report("forward", gather.num_bytes)
+        return y
+
+    @staticmethod
+    def backward(ctx: _ColumnContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
+        method = call.method
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        wgrad = WeightGradient(w, call.target) if need_w else None
+        # The weight gradient, and those that other layers postponed, hide the messages.
+        pieces: list[Piece] = []
+        gather = dx = dw = None
+        if wgrad is not None and not call.sharded:
+            pieces = wgrad.pieces(dy, x, method.wgrad_pieces)
+        elif wgrad is not None and ctx.gathered:
+            pieces = [partial(wgrad.add, dy, x)]
+        elif wgrad is not None:
+            # The first on the link: the weight gradient multiplies these rows, dgrad only adds received rows.
+            gather = method.gather(x, dy.shape[0], "all_gather_linear wgrad")
+            gather.wgrad(wgrad, dy=dy)
+            pieces = [gather.finish]
+        if call.deferred_wgrad is not None:
+            pieces += call.deferred_wgrad.take()
+        reduce: Reduce | None = None
+        if need_x and call.sharded:
+            reduce = method.scatter(dy, w, "all_gather_linear dgrad", None if gather is None else gather.advance)
+        elif need_x:
+            reduce, pieces = method.all_reduce(dy, w, "copy_linear dgrad", pieces), []
+        for piece in pieces:
+            piece()
+        if wgrad is not None:
+            dw = wgrad.result()
+        if reduce is not None:
+            dx = reduce.finish()
+            call.report("dgrad", reduce.num_bytes)
+        if need_w:
+            call.report("wgrad", 0 if gather is None else gather.num_bytes)
+        dbias = dy.sum(0) if need_bias else None
+        if ctx.saved_input is not None:
+            ctx.saved_input.release()
+        return dx, dw, dbias, None
+
+
+class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, call: LinearOptions) -> torch.Tensor:
         ctx.save_for_backward(x if call.save_input else None, w)
-        ctx.call = call
+        ctx.call, method = call, call.method
         if call.skip_output:
-            return skipped_output(x, x.shape[0], w.shape[0], call.report)
-        total = call.method.all_reduce(x, w.t(), "linear_all_reduce")
-        y = total.finish()
-        call.report("forward", total.num_bytes)
+            num_rows = ChunkLayout(x.shape[0], method.size).shard_rows(method.rank) if call.sharded else x.shape[0]
+            return skipped_output(x, num_rows, w.shape[0], call.report)
+        op = "linear_reduce_scatter" if call.sharded else "linear_all_reduce"
+        reduce = (method.scatter if call.sharded else method.all_reduce)(x, w.t(), op)
+        y = reduce.finish()
+        call.report("forward", reduce.num_bytes)
         return y
 
     @staticmethod
     def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
         need_x, need_w = ctx.needs_input_grad[:2]
-        dx = dy @ w if need_x else None
-        dw = None
+        gather: Gather
+        if call.sharded:
+            gather = call.method.gather(dy, call.num_rows, "linear_reduce_scatter dgrad")
+        else:
+            gather = LocalRows(dy)
+        dx = gather.matmul(w) if need_x else None
+        wgrad = None
         if call.deferred_wgrad is not None and call.deferred_weight is not None:
             call.deferred_wgrad.put(call.deferred_weight, dy, x, call.target)
             need_w = True
         elif need_w:
             wgrad = WeightGradient(w, call.target)
-            wgrad.add(dy, x)
-            dw = wgrad.result()
-        if need_x:
-            call.report("dgrad")
-        if need_w:
-            call.report("wgrad")
-        return dx, dw, None
-
-
-class _CopyLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if call.save_input else None, w)
-        ctx.call = call
-        call.report("forward")
-        return torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
-
-    @staticmethod
-    def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
-        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-        wgrad = WeightGradient(w, call.target) if need_w else None
-        # The weight gradient, and those that other layers postponed, hide the messages.
-        pieces = [] if wgrad is None else wgrad.pieces(dy, x, call.method.wgrad_pieces)
-        if call.deferred_wgrad is not None:
-            pieces += call.deferred_wgrad.take()
-        dx = None
-        if need_x:
-            total = call.method.all_reduce(dy, w, "copy_linear dgrad", work_follows=bool(pieces))
-            total.run_beside(pieces)
-            dx = total.finish()
-            call.report("dgrad", total.num_bytes)
-        else:
-            for piece in pieces:
-                piece()
+            gather.wgrad(wgrad, x=x)
+        gather.finish()
         dw = None if wgrad is None else wgrad.result()
+        # Both gradients use one gather. It is counted for the first.
+        if need_x:
+            call.report("dgrad", gather.num_bytes)
         if need_w:
-            call.report("wgrad")
-        return dx, dw, dy.sum(0) if need_bias else None, None
+            call.report("wgrad", 0 if need_x else gather.num_bytes)
+        return dx, dw, None
 
 
 LINEAR_OPS: dict[str, Callable[..., torch.Tensor]] = {

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook
+from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook, gemm_into, product
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 
 
@@ -37,25 +37,41 @@ class Gather(Protocol):
         """Computes on the remaining rows as they arrive, and completes the messages."""
 
 
-class Scatter(Protocol):
-    """A GEMM whose partial sums are sent to the owners of the rows."""
+class LocalRows:
+    """Rows that this rank has already, for the computations of a `Gather`."""
 
-    def finish(self) -> torch.Tensor:
-        """Own rows of the sum over ranks."""
+    num_bytes = 0
+
+    def __init__(self, full: torch.Tensor) -> None:
+        self.full = full
+
+    def matmul(
+        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is None:
+            return product(self.full, b, bias)
+        gemm_into(self.full, b, out, bias)
+        return out
+
+    def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
+        wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
+
+    def advance(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """See `Gather.finish`."""
 
 
-class AllReduce(Protocol):
+class Reduce(Protocol):
     """A GEMM whose result is summed over ranks."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
 
-    def run_beside(self, pieces: Sequence[Piece]) -> None:
-        """Runs other work while messages are in flight."""
-
     def finish(self) -> torch.Tensor:
-        """All rows of the sum, with the same bits on every rank."""
+        """The sum: own rows of a reduce-scatter, all rows of an all-reduce, with the same bits on every rank."""
 
 
 class LinearMethod(ABC):
@@ -89,21 +105,21 @@ class LinearMethod(ABC):
         """
 
     @abstractmethod
-    def scatter(
-        self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
-    ) -> Scatter:
+    def scatter(self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None) -> Reduce:
         """Runs `a @ b` and sends partial sums to the owners of the rows; `meanwhile` as of `PipelinedReduceScatter`."""
 
     @abstractmethod
-    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> AllReduce:
-        """Runs `a @ b` and starts the sum over ranks. With `work_follows` the caller calls `run_beside`."""
+    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> Reduce:
+        """Runs `a @ b`, starts the sum over ranks, and runs `pieces` of other work while messages are in flight."""
 
 
 class LinearOptions(NamedTuple):
     """The options of one call of a linear layer: everything but tensors that autograd differentiates.
 
     Attributes:
-        num_rows, version: rows of all ranks, and version of the input, for an all-gather.
+        sharded: sequence parallelism: each rank owns rows of the input, or of the output of a row-parallel layer.
+        num_rows: rows of all ranks, if `sharded`.
+        version: of the input of an all-gather.
         save_input: forward saves the input for the weight gradient.
         on_save: called in forward with a saved input, for an all-gather.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
@@ -114,6 +130,7 @@ class LinearOptions(NamedTuple):
     method: LinearMethod
     target: WgradTarget
     observer: Observer | None = None
+    sharded: bool = False
     num_rows: int = 0
     version: InputVersion | None = None
     save_input: bool = True

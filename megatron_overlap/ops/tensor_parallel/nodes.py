@@ -7,15 +7,15 @@ node it runs a GEMM + reduce-scatter inside this node and sends the sums along t
 Source: Flux (arXiv 2406.06858) for starting inter-node messages first. Not yet run on a GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_overlap.comm.transport import Transfer, Transport
 from megatron_overlap.ops.call import InputVersion
-from megatron_overlap.ops.tensor_parallel.method import AllReduce, Gather, LinearMethod, Scatter
-from megatron_overlap.ops.wgrad import WeightGradient, add_terms
+from megatron_overlap.ops.tensor_parallel.method import Gather, LinearMethod, Reduce
+from megatron_overlap.ops.wgrad import Piece, WeightGradient, add_terms
 from megatron_overlap.schedules import ChunkLayout
 from megatron_overlap.schedules.gather_scatter import Nodes
 
@@ -39,13 +39,11 @@ class NodesMethod(LinearMethod):
         assert not save
         return NodesGather(*self._over_nodes, shard, num_rows, op)
 
-    def scatter(
-        self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
-    ) -> Scatter:
+    def scatter(self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None) -> Reduce:
         return NodesScatter(*self._over_nodes, a, b, op, meanwhile)
 
-    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> AllReduce:
-        return self._reduces.all_reduce(a, b, op, work_follows=work_follows)
+    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> Reduce:
+        return self._reduces.all_reduce(a, b, op, pieces)
 
 
 class NodesGather:
@@ -127,7 +125,7 @@ class NodesGather:
 
 
 class NodesScatter:
-    """A GEMM + reduce-scatter over several nodes; see `Scatter`.
+    """A GEMM + reduce-scatter over several nodes; see `Reduce`.
 
     The arguments are those of `NodesMethod` and of `LinearMethod.scatter`.
     """
@@ -147,6 +145,7 @@ class NodesScatter:
         sizes = [layout.shard_rows(message.send.owner) for message in schedule.messages]
         partials = between.buffer_pool.take("rail partial", (sum(sizes), width), a).split(sizes)
         own_rows = layout.shard_rows(between.rank)
+        self.num_bytes = (a.shape[0] - own_rows) * width * a.itemsize
         self._received = between.buffer_pool.take("rail received", (len(sizes), own_rows, width), a)
         transfers = [Transfer(*each) for each in zip(schedule.messages, partials, self._received, strict=True)]
         self._p2p_work = between.begin(transfers, op)
@@ -163,7 +162,7 @@ class NodesScatter:
             self._finish_last = lambda: finished
 
     def finish(self) -> torch.Tensor:
-        """See `Scatter.finish`. Messages carry sums in the dtype of the operands; additions are in fp32."""
+        """See `Reduce.finish`. Messages carry sums in the dtype of the operands; additions are in fp32."""
         own = self._finish_last()
         for message in range(len(self._received)):
             self._p2p_work.wait(message)

@@ -5,7 +5,7 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
-from megatron_overlap.ops.call import InputVersion, gemm_into, transport_for
-from megatron_overlap.ops.tensor_parallel.method import LinearMethod
+from megatron_overlap.ops.call import InputVersion, transport_for
+from megatron_overlap.ops.tensor_parallel.method import LinearMethod, LocalRows
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather, WorkRows
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import (
@@ -24,7 +24,7 @@ from megatron_overlap.ops.tensor_parallel.pipelined_reduce import (
     PipelinedReduceScatter,
     tree_gemm_into,
 )
-from megatron_overlap.ops.wgrad import MAX_PIECES, Spans, WeightGradient
+from megatron_overlap.ops.wgrad import MAX_PIECES, Piece, Spans, WeightGradient
 from megatron_overlap.schedules import (
     Chunk,
     ChunkLayout,
@@ -134,11 +134,11 @@ class P2PMethod(LinearMethod):
 
     def gather(
         self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> P2PGather | _ReusedGather:
+    ) -> P2PGather | LocalRows:
         if self.gemm is not PLAIN:
             version = None
         full = None if save or version is None else self._reusable(shard, num_rows, version)
-        return P2PGather(self, shard, num_rows, op, version, save) if full is None else _ReusedGather(full)
+        return P2PGather(self, shard, num_rows, op, version, save) if full is None else LocalRows(full)
 
     def _reusable(self, shard: torch.Tensor, num_rows: int, version: InputVersion) -> torch.Tensor | None:
         """The gathered rows of `shard` if the last gather was of this version; the same decision on all ranks."""
@@ -154,19 +154,20 @@ class P2PMethod(LinearMethod):
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
         shallow = a.shape[1] <= SHALLOW_DEPTH
-        scatter = self._begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
+        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
         scatter.compute(self._gemm_rows(a, b, scatter.rows), meanwhile)
         return scatter
 
     def reduce_scatter(self, rows: torch.Tensor, op: str) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of `rows` `[num_rows, F]`, which are complete."""
-        scatter = self._begin_scatter(rows, rows.shape[1], op, work_follows=False)
+        scatter = self.begin_scatter(rows, rows.shape[1], op)
         scatter.compute(lambda start, stop, out: out.copy_(rows[start:stop]))
         return scatter
 
-    def _begin_scatter(
-        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool, add_early: bool = False
+    def begin_scatter(
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool = False, add_early: bool = False
     ) -> PipelinedReduceScatter:
+        """Starts the reduce-scatter of rows `[like.shape[0], features]`, which the caller computes."""
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
         out = like.new_empty(layout.shard_rows(self.rank), features)
@@ -175,15 +176,14 @@ class P2PMethod(LinearMethod):
             self.transport, schedule, layout, out, op, work_follows=work_follows, add_early=add_early, tree=tree
         )
 
-    def all_reduce(
-        self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False
-    ) -> PipelinedAllReduce:
-        gathers: Gathers = "after" if work_follows else "between"
+    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> PipelinedAllReduce:
+        gathers: Gathers = "after" if pieces else "between"
         schedule, layout = self.plan.all_reduce_schedule(self.transport, a.shape[0], gathers)
         out = a.new_empty(a.shape[0], b.shape[1])
         add_in_place, tree = self.plan.add_in_place, self.plan.tree
         total = PipelinedAllReduce(self.transport, schedule, layout, out, op, add_in_place=add_in_place, tree=tree)
         total.compute(self._gemm_rows(a, b, total.rows))
+        total.run_beside(pieces)
         return total
 
     def _gemm_rows(self, a: torch.Tensor, b: torch.Tensor, rows: WorkRows) -> GemmInto:
@@ -191,31 +191,6 @@ class P2PMethod(LinearMethod):
             return lambda start, stop, out: tree_gemm_into(a[start:stop], b, out, self.size)
         rows_of_a = rows.split(a)
         return lambda start, stop, out: torch.mm(rows_of_a[start], b, out=out)
-
-
-class _ReusedGather:
-    """The result of an earlier all-gather of the same tensor; see `Gather`."""
-
-    num_bytes = 0
-
-    def __init__(self, full: torch.Tensor) -> None:
-        self.full = full
-
-    def matmul(
-        self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = self.full.new_empty(self.full.shape[0], b.shape[1]) if out is None else out
-        gemm_into(self.full, b, out, bias)
-        return out
-
-    def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
-
-    def advance(self) -> bool:
-        return False
-
-    def finish(self) -> None:
-        """See `Gather.finish`."""
 
 
 class P2PGather:

@@ -337,8 +337,7 @@ class GatherScatterMessages(PartMessages):
             # In one message to each rank.
             method = P2PMethod(self._transport, _WHOLE if self._serial else _OWN_LAST)
             scatter = method.reduce_scatter(a, op) if b is None else method.scatter(a, b, op)
-            num_bytes = (self._transport.size - 1) * scatter.out.nbytes
-            return self._start(rows, PartWork(scatter.out, num_bytes, scatter.finish, lambda: scatter.ready))
+            return self._start(rows, PartWork(scatter.out, scatter.num_bytes, scatter.finish, lambda: scatter.ready))
         terms = a.contiguous() if b is None else a @ b
         out = terms.new_empty(terms.shape[0] // self._transport.size, terms.shape[1])
         work = collectives.reduce_scatter(terms, out, op)

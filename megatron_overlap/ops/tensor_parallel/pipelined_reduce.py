@@ -103,6 +103,11 @@ class PipelinedReduceScatter:
         self._done = 0
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the partial sums of other owners."""
+        return (self._layout.num_rows - self.out.shape[0]) * self.out.shape[1] * self.out.element_size()
+
+    @property
     def ready(self) -> bool:
         """Whether `finish` returns without waiting for a received message."""
         return all(map(self._p2p_work.is_completed, range(len(self._plan.messages))))

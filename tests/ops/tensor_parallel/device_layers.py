@@ -20,12 +20,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops.tensor_parallel import p2p
-from megatron_overlap.ops.tensor_parallel.linear import (
-    _AllGatherLinear,
-    _CopyLinear,
-    _LinearAllReduce,
-    _LinearReduceScatter,
-)
+from megatron_overlap.ops.tensor_parallel.linear import _ColumnParallel, _RowParallel
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WgradTarget
@@ -131,11 +126,9 @@ def record(
             dy = empty(rows, features) if column else empty(own_rows, hidden)
             target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
             method = method_for(transport, LinearPlan())
-            call = LinearOptions(method, target, num_rows=rows, save_input=True)
+            call = LinearOptions(method, target, sharded=not case.plain, num_rows=rows)
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
-            function: Any = _AllGatherLinear if column else _LinearReduceScatter
-            if case.plain:
-                function = _CopyLinear if column else _LinearAllReduce
+            function: Any = _ColumnParallel if column else _RowParallel
             device.ops.clear()  # the operations of the transport's creation
 
             def add_terms(

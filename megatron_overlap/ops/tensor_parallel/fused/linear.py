@@ -126,7 +126,7 @@ class IntraNodeGather:
 
 
 class IntraNodeScatter:
-    """A GEMM whose tiles are stored in the memory of their owners, launched by the constructor; see `Scatter`."""
+    """A GEMM whose tiles are stored in the memory of their owners, launched by the constructor; see `Reduce`."""
 
     def __init__(
         self, transport: SymmetricTransport, a: torch.Tensor, b: torch.Tensor, op: str, plan: FusedPlan
@@ -138,6 +138,7 @@ class IntraNodeScatter:
         slot_rows = -(-a.shape[0] // transport.size)
         self._recv_shape = (transport.size, slot_rows, b.shape[1])
         self._dtype = a.dtype
+        self.num_bytes = (a.shape[0] - self._layout.shard_rows(transport.rank)) * b.shape[1] * a.itemsize
         slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(slot_bytes, op)
         staged = transport.staging(self._recv_shape, a.dtype) if plan.stores == "staged" else None
@@ -229,23 +230,18 @@ class FusedMethod(LinearMethod):
     def _over_nodes(self, transport: NodesTransport[SymmetricTransport]) -> tuple[FusedMethod, Transport, Nodes]:
         return FusedMethod(transport.inside, self.plan), transport.between, transport.nodes
 
-    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, *, work_follows: bool = False) -> FusedAllReduce:
-        return FusedAllReduce(self, a, b, op)
+    def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> FusedAllReduce:
+        return FusedAllReduce(self, a, b, op, pieces)
 
 
 class FusedAllReduce:
-    """A fused GEMM + reduce-scatter and an all-gather of the sums; see `AllReduce`."""
+    """A fused GEMM + reduce-scatter and an all-gather of the sums; see `Reduce`."""
 
-    def __init__(self, method: FusedMethod, a: torch.Tensor, b: torch.Tensor, op: str) -> None:
-        own = method.scatter(a, b, op).finish()
-        self._gather = method.gather(own, a.shape[0], op)
+    def __init__(self, method: FusedMethod, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece]) -> None:
+        scatter = method.scatter(a, b, op)
+        self._gather = method.gather(scatter.finish(), a.shape[0], op)
         self._out = self._gather.rows()
-        own_rows = -(-a.shape[0] // method.size)
-        num_rows = a.shape[0] - own_rows + (method.size - 1) * own_rows
-        self.num_bytes = num_rows * b.shape[1] * a.itemsize
-        """Bytes that this rank sends: the partial sums of other owners, and the own sums to all other ranks."""
-
-    def run_beside(self, pieces: Sequence[Piece]) -> None:
+        self.num_bytes = scatter.num_bytes + self._gather.num_bytes
         for piece in pieces:
             piece()
 
