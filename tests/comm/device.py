@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+type MessageKey = tuple[int, int, int, int]
+"""Communicator, sender, receiver, and the number of the message between these: NCCL matches them in order."""
+
 
 @dataclass
 class Op:
@@ -35,9 +38,9 @@ class Op:
     kind: str
     stream: str
     label: Any = None
-    sends: tuple[tuple[int, int, int], ...] = ()
-    recvs: tuple[tuple[int, int, int], ...] = ()
-    tensors: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    sends: tuple[MessageKey, ...] = ()
+    recvs: tuple[MessageKey, ...] = ()
+    tensors: dict[MessageKey, torch.Tensor] = field(default_factory=dict)
     action: Callable[[], object] | None = None
     done: bool = False
     started: bool = False
@@ -54,7 +57,7 @@ class Recorder:
         self.current = "compute"
         self._num_events = 0
         self.buffers: list[str] = []
-        self._messages: dict[tuple[int, int], int] = defaultdict(int)
+        self._num_groups = 0
 
     def put(self, kind: str, label: Any = None, **fields: Any) -> None:
         self.ops.append(Op(kind, self.current, label, **fields))
@@ -123,7 +126,8 @@ class Recorder:
         backend.Options = lambda **options: SimpleNamespace(**options)  # type: ignore[attr-defined]
 
         def group(store: Any, rank: int, size: int) -> Any:
-            return NcclGroup(self)
+            self._num_groups += 1
+            return NcclGroup(self, self._num_groups)
 
         group.BackendType = SimpleNamespace(NCCL="nccl")  # type: ignore[attr-defined]
         return SimpleNamespace(
@@ -139,23 +143,19 @@ class Recorder:
         self.buffers.append(f"from {pool}")
         yield
 
-    def message(self, source: int, target: int) -> tuple[int, int, int]:
-        """Return the number of the next message between two ranks: NCCL matches them in order."""
-        number = self._messages[source, target]
-        self._messages[source, target] += 1
-        return source, target, number
-
 
 @dataclass
 class NcclGroup:
     """A communicator: calls between start and end are one kernel on its own stream, ordered after the current one."""
 
     recorder: Recorder
+    number: int = 1
     sends: list[Any] = field(default_factory=list)
     recvs: list[Any] = field(default_factory=list)
-    tensors: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    tensors: dict[MessageKey, torch.Tensor] = field(default_factory=dict)
     backend: Any = None
     num_collectives: int = 0
+    num_messages: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
 
     def _set_default_backend(self, kind: str) -> None: ...
 
@@ -169,12 +169,16 @@ class NcclGroup:
         self.sends, self.recvs, self.tensors = [], [], {}
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
-        self.sends.append(self.recorder.message(self.recorder.rank, to))
+        self.sends.append(self._message(self.recorder.rank, to))
         self.tensors[self.sends[-1]] = tensors[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> None:
-        self.recvs.append(self.recorder.message(source, self.recorder.rank))
+        self.recvs.append(self._message(source, self.recorder.rank))
         self.tensors[self.recvs[-1]] = tensors[0]
+
+    def _message(self, source: int, target: int) -> MessageKey:
+        self.num_messages[source, target] += 1
+        return self.number, source, target, self.num_messages[source, target]
 
     def _end_coalescing(self, device: Any) -> Any:
         return self._put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=self.tensors)
@@ -193,7 +197,7 @@ class NcclGroup:
         recorder = self.recorder
         before, after = recorder.event(), recorder.event()
         before.record()
-        with recorder.on(SimpleNamespace(name="nccl")):
+        with recorder.on(SimpleNamespace(name="nccl" if self.number == 1 else f"nccl {self.number}")):
             recorder.wait(before)
             recorder.put(kind, label, **fields)
             after.record()
@@ -209,7 +213,7 @@ def play(ranks: Sequence[Recorder], *, connections: int | None = None, slow: str
         slow: stream whose operations run only when no other stream can continue.
     """
     recorded: list[set[Any]] = [set() for _ in ranks]
-    copied: set[tuple[int, int, int]] = set()
+    copied: set[MessageKey] = set()
     progress = True
     while progress:
         progress = _step(ranks, recorded, copied, connections, slow)
@@ -223,7 +227,7 @@ def play(ranks: Sequence[Recorder], *, connections: int | None = None, slow: str
 def _step(
     ranks: Sequence[Recorder],
     recorded: list[set[Any]],
-    copied: set[tuple[int, int, int]],
+    copied: set[MessageKey],
     connections: int | None,
     slow: str | None,
     *,
@@ -252,7 +256,7 @@ def _step(
     return progress
 
 
-def _execute(op: Op, ranks: Sequence[Recorder], copied: set[tuple[int, int, int]]) -> None:
+def _execute(op: Op, ranks: Sequence[Recorder], copied: set[MessageKey]) -> None:
     """Run the work of an operation, or copy its messages before either rank may reuse the buffers."""
     if op.action is not None:
         op.action()

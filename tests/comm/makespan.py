@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.comm.device import Op, Recorder
+from tests.comm.device import MessageKey, Op, Recorder
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class _Clock:
             op.started = op.done = False
         self._recorded: list[set[Any]] = [set() for _ in ranks]
         self._words: dict[object, int] = {}
-        self._message_starts: dict[tuple[str, tuple[int, int, int]], float] = {}
+        self._message_starts: dict[tuple[str, MessageKey], float] = {}
+        self._message_bytes: dict[MessageKey, int] = {}
         self._left: dict[int, float] = {}  # remaining seconds of running work, by identity
         self._busy_sms: Counter[int] = Counter()
         self._copies: Counter[tuple[str, int]] = Counter()  # running copies by end of a link or memory, and rank
@@ -149,6 +150,9 @@ class _Clock:
                 self._left[id(op)] = op.seconds
                 self._message_starts.update({("send", each): self._now for each in op.sends})
                 self._message_starts.update({("recv", each): self._now for each in op.recvs})
+                for each, tensor in op.tensors.items():
+                    num_bytes = self._message_bytes.setdefault(each, tensor.nbytes)
+                    assert num_bytes == tensor.nbytes, f"message {each}: another one is received"
                 self._occupy(op, rank, 1)
             if op.started and op.stream not in blocked and self._end(op) <= self._now:
                 op.done = progress = True

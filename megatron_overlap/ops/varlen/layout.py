@@ -132,7 +132,7 @@ class RowMessages:
         """Posts the messages.
 
         Args:
-            plans: messages of all ranks, one plan if the transport does not `prepare`. They leave in this order.
+            plans: messages of all ranks. They leave in this order.
             sent: `[rows, ...]` that this rank sends without having received them.
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
@@ -186,8 +186,8 @@ class _Transfers:
         if transport.prepares:
             self._add_direct(plans)
         else:
-            (plan,) = plans
-            self._add_rounds(plan)
+            for number, plan in enumerate(plans):
+                self._add_rounds(number, plan)
         self.repeated = Repeated(self._build)
 
     def _build(self, x: torch.Tensor | None) -> list[Transfer]:
@@ -233,17 +233,17 @@ class _Transfers:
                     posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
                     self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
-    def _add_rounds(self, plan: MessagePlan) -> None:
-        rank, messages, pairs = self._rank, plan.messages, plan.rounds(self._rank)
+    def _add_rounds(self, number: int, plan: MessagePlan) -> None:
+        first, rank, messages, pairs = len(self._all), self._rank, plan.messages, plan.rounds(self._rank)
         # This rank forwards these messages as a proxy.
         forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
         sizes = [messages[index].stop - messages[index].start for index in forwarded]
         arrived: dict[int, torch.Tensor] = {}
         if sizes:
             shape = sum(sizes), *self._received.tensor.shape[1:]
-            scratch = self._pool.take(f"{self._name} proxy", shape, self._nothing)
+            scratch = self._pool.take(f"{self._name} {number} proxy", shape, self._nothing)
             arrived.update(zip(forwarded, scratch.split(sizes), strict=True))
-        for number, (send, recv) in enumerate(pairs):
+        for place, (send, recv) in enumerate(pairs):
             outgoing: slice | torch.Tensor = self._nothing
             to = source = (rank + 1) % self._size
             num_work, after_message = 0, None
@@ -251,19 +251,19 @@ class _Transfers:
                 message = messages[recv]
                 to = source = message.source
                 if message.is_final:
-                    sink = self._received[0, message.payload, -1 if message.to_owner else message.step]
+                    sink = self._received[number, message.payload, -1 if message.to_owner else message.step]
                     arrived[recv] = sink[message.start : message.stop]
-                self.numbers[0, number] = number
+                self.numbers[number, place] = first + place
             if send is not None:
                 message = messages[send]
                 # A direction without a message names the peer of the other one.
                 to, source = message.to, message.to if recv is None else source
                 if message.after is None:
-                    key = 0, message.payload, message.step
+                    key = number, message.payload, message.step
                     outgoing, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
                 else:
                     before = messages[message.after]
-                    after_message = before.round
+                    after_message = first + before.round
                     outgoing = arrived[message.after][message.start - before.start : message.stop - before.start]
                     self.num_bytes += outgoing.nbytes
             posted = Message(self._chunk, to, self._chunk, source, num_work, after_message)

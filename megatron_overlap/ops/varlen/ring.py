@@ -55,7 +55,8 @@ class TaskQueues:
         can_query: the transport can report completion without a synchronisation. Otherwise the model predicts it.
         first: tasks that run first, in order: ring attention with the rank's own rows.
         ring_steps: by zone, tasks that need a payload.
-        results: by zone, tasks that add a received result to the rank's own result.
+        results: tasks that add a received result to the rank's own result: by zone, or of both in one order if the
+            transport has no such report. A stream waits for them in this order, the same on all ranks.
         rebalanced: whole documents with rows that other ranks hold in the linear layout.
         local: tasks that need no message.
     """
@@ -151,12 +152,14 @@ def begin_rings(
         RingGroupRun(options, attention, own, messages)
         for messages in messages_of(options.plan, options.index, attention.traffic, options.window)
     ]
-    # Copies have no inter-node messages. One operation of all groups needs one buffer of received rows.
-    batches = [runs] if runs and options.transports.intra.prepares else [[run] for run in runs]
+    # One operation for all groups of a zone. With several, a stream could receive results of a later group before it
+    # sends those of an earlier one, and ranks would wait for each other.
+    zones: tuple[Zone, ...] = ("inter", "intra")
+    batches = {zone: batch for zone in zones if (batch := [run for run in runs if run.zone == zone])}
     # Post all payloads before the first result: payloads need no computation, so no message blocks them.
-    posted = [RingRows(batch, f"{name} {number} payload") for number, batch in enumerate(batches)]
+    posted = [RingRows(batch, f"{name} {zone}-node payload") for zone, batch in batches.items()]
     if attention.traffic.result_bytes:
-        posted += [RingRows(batch, f"{name} {number} result", results=True) for number, batch in enumerate(batches)]
+        posted += [RingRows(batch, f"{name} {zone}-node result", results=True) for zone, batch in batches.items()]
     for run in runs:
         run.enqueue(queues)
     return posted
@@ -206,7 +209,7 @@ class RingGroupRun:
     """One ring group in one pass on this rank, which is a member, a proxy, or not involved.
 
     Attributes:
-        transport, attention, messages: of the group.
+        zone, transport, attention, messages: of the group.
         number: of the group in its rows.
         result_steps: ring steps whose results this rank sends.
     """
@@ -214,9 +217,8 @@ class RingGroupRun:
     def __init__(self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages) -> None:
         self._options, self.attention, self._own = options, attention, own
         self.messages, self._ring_group = messages, messages.ring_group
-        # For copies the links of a host are alike.
-        self._zone: Zone = "intra" if options.transports.intra.prepares else messages.ring_group.zone
-        self.transport = options.transports[self._zone != "inter"]
+        self.zone = messages.ring_group.zone
+        self.transport = options.transports[self.zone != "inter"]
         ranks, rank = messages.ring_group.ranks, self.transport.rank
         # -1 in a proxy, and in a rank that is not involved: it has no ring steps.
         self._position = ranks.index(rank) if rank in ranks else -1
@@ -244,7 +246,7 @@ class RingGroupRun:
         """Enqueues the tasks of this ring group."""
         if self._position < 0:
             return
-        zone, number, cost, topology = self._zone, self.number, self._options.plan.cost, self._options.plan.topology
+        zone, number, cost, topology = self.zone, self.number, self._options.plan.cost, self._options.plan.topology
         tokens = sum(ring.tokens(self._position) for ring in self._ring_group.rings)
         queues.first.append(Task(self._compute_own))
         for step in self._received_steps:
@@ -258,7 +260,7 @@ class RingGroupRun:
             queues.ring_steps[zone].append(task)
         if self._results is None:
             return
-        results, needs = queues.results[zone], self._results.messages.needs
+        results, needs = queues.results[zone if queues.can_query else "inter"], self._results.messages.needs
         for step in self.result_steps:
             is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
             results.append(Task(partial(self._send_result, step), *needs(number, step.rounds), is_runnable))

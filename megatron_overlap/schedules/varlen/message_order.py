@@ -56,13 +56,17 @@ class MessagePlan:
     messages: tuple[Message, ...]
 
     def rounds(self, rank: int) -> list[tuple[int | None, int | None]]:
-        """Index of the message that `rank` sends and of the message that it receives in each round, or None."""
+        """Index of the message that `rank` sends and of the message that it receives in each round, or None.
+
+        All ranks have the same number of rounds: messages of a later plan have the same numbers on both ranks.
+        """
         found = defaultdict[int, list[int | None]](lambda: [None, None])
         for index, message in enumerate(self.messages):
             for end, slot in ((message.source, 0), (message.to, 1)):
                 if end == rank:
                     found[message.round][slot] = index
-        return [(found[number][0], found[number][1]) for number in range(max(found, default=-1) + 1)]
+        num_rounds = 1 + max((message.round for message in self.messages), default=-1)
+        return [(found[number][0], found[number][1]) for number in range(num_rounds)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
-"""Balanced attention over copy engines on the device model: no deadlock with one hardware queue, and overlap."""
+"""Balanced attention on the device model: no deadlock with one hardware queue; overlap over copy engines."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_overlap.comm import TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.varlen.attention import _BalancedAttention, _rebalances
@@ -16,7 +20,7 @@ from megatron_overlap.schedules.varlen import Plan, Topology
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import Recorder
-from tests.comm.makespan import Work
+from tests.comm.makespan import Work, makespan
 from tests.ops.tensor_parallel.device_layers import GPU, Context, times
 from tests.ops.varlen.test_attention import one_pass
 
@@ -31,18 +35,27 @@ def without_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def record(plan: Plan, passing: Passing, *, linear: bool, backward: bool) -> list[Recorder]:
+Transports = Callable[[Recorder], VarlenTransports]
+
+
+def copies(device: Recorder) -> VarlenTransports:
+    """Copies inside one node."""
+    backend: Any = EngineBackend(device, GPU)
+    return VarlenTransports(*[CopyTransport(backend)] * 3)
+
+
+def record(
+    plan: Plan, passing: Passing, *, linear: bool, backward: bool, transports: Transports = copies
+) -> list[Recorder]:
     """One pass on the device model of every rank."""
     devices = []
     for rank in range(plan.topology.ranks):
         device = Recorder(rank, plan.topology.ranks)
-        backend: Any = EngineBackend(device, GPU)
         with FakeTensorMode():
-            transport = CopyTransport(backend)
+            opened = transports(device)
             rebalances = _rebalances(plan, 0) if linear else None
             rows = (plan.tokens(0) if rebalances is None else rebalances[0].before)[rank]
-            transports = VarlenTransports(transport, transport, transport)
-            options = CallOptions(transports, plan, 0, 1.0, None, passing, rebalances, None)
+            options = CallOptions(opened, plan, 0, 1.0, None, passing, rebalances, None)
             counts = HEADS, KV_HEADS, KV_HEADS, HEADS
             q, k, v, dy = (torch.empty(rows, heads, SIZE, device="cuda", dtype=torch.bfloat16) for heads in counts)
             context: Any = Context()
@@ -67,3 +80,26 @@ def test_overlap(method: str, lengths: list[int], linear: bool, passing: Passing
     took = times(devices)
     assert took.one <= took.bound, took
     assert took.eight <= took.bound, took
+
+
+@pytest.mark.parametrize("passing", ["kv", "q"])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) if seed else seed for seed in range(8)])
+def test_nccl_over_nodes_has_no_deadlock(monkeypatch: pytest.MonkeyPatch, seed: int, passing: Passing) -> None:
+    """Rings inside nodes and between nodes have communicators of their own, and ranks share several rings of each."""
+    draw, group = random.Random(seed), SimpleNamespace()
+
+    def transports(device: Recorder) -> VarlenTransports:
+        monkeypatch.setattr(nccl, "torch", device.torch)
+        monkeypatch.setattr(nccl, "dist", device.dist)
+        monkeypatch.setattr(nccl, "store_beside", lambda group: None)
+        channels = (TransportOptions(channel=each, timeout_s=5) for each in ("", "intra", "rebalance"))
+        return VarlenTransports(*(nccl.NcclTransport(group, each) for each in channels))  # type: ignore[arg-type]
+
+    lengths = [2000, 40000, 20000, 300, 300, 9000, 40000, 20000]
+    plan = one_pass(draw.choices(lengths, k=draw.randrange(3, 9)) if seed else lengths, Topology(2, 4))
+    if not seed:
+        assert {ring.zone for ring in plan.passes[0].rings} == {"inter", "intra"}
+    for backward in (False, True):
+        devices = record(plan, passing, linear=bool(seed % 3), backward=backward, transports=transports)
+        for connections in (1, None):
+            makespan(devices, GPU, connections=connections)
