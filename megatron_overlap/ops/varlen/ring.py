@@ -55,8 +55,8 @@ class TaskQueues:
         can_query: the transport can report completion without a synchronisation. Otherwise the model predicts it.
         first: tasks that run first, in order: ring attention with the rank's own rows.
         ring_steps: by zone, tasks that need a payload.
-        results: tasks that add a received result to the rank's own result: by zone, or of both in one order if the
-            transport has no such report. A stream waits for them in this order, the same on all ranks.
+        results: by zone, tasks that add a received result to the rank's own result. Without `can_query` one queue has
+            those of both zones, on all ranks in the order of the groups: a stream waits for each before later work.
         rebalanced: whole documents with rows that other ranks hold in the linear layout.
         local: tasks that need no message.
     """
