@@ -273,7 +273,7 @@ def test_what_a_call_enqueues() -> None:
         assert counted == [(num_bytes, others, 2 * others, 2 * others, marks)] * 3
         *_, (_, rows_of) = transport.buffer_pool.derived.values()
         (prepared,) = rows_of.repeated.prepared.values()
-        assert isinstance(rows_of, _GatheredRows) != any(message.sends for message in prepared.all)
+        assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in prepared.all)
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:

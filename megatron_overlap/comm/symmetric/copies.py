@@ -51,9 +51,9 @@ class _Message:
 
     Attributes:
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        sends: the tensors; none if there are no bytes.
-        own_rows: start and stop of `sends` in the own rows of a call; None: the tensors are those of `sends`.
-        lands: the tensors of the receiver.
+        sends: whether there are bytes to send.
+        own_rows: start and stop of the rows to send in the own rows of a call, for `lands` of the receiver.
+        copies: tensors of the receiver and what they get, of a message without own rows.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
         sent: sets the flag of the receiver.
@@ -63,9 +63,10 @@ class _Message:
     plan: Message
     after_work: int
     not_before: int
-    sends: tuple[torch.Tensor, ...]
+    sends: bool
     own_rows: tuple[int, int] | None = None
-    lands: tuple[torch.Tensor, ...] = ()
+    lands: torch.Tensor | None = None
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     free: object | None = None
     sent: object | None = None
     flag: FlagStep | None = None
@@ -165,7 +166,7 @@ class CopyTransport:
         awaited = list[tuple[_Message, list[FlagStep]]]()
         for index, transfer in enumerate(transfers):
             plan = transfer.message
-            sends = (transfer.send, *transfer.extra_send) if transfer.send.numel() else ()
+            sends = transfer.send.numel() > 0
             message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0, sends)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
@@ -175,12 +176,14 @@ class CopyTransport:
             buffer = self._buffer_of(transfer, index, op)
             words, to, source = buffer.words, (plan.to, id(buffer)), (plan.source, id(buffer))
             if sends:
-                message.own_rows = None if own is None else _rows_of(own, transfer.send)
-                if message.own_rows is not None:
-                    message.sends = ()  # they must not keep the own rows of this call
                 assert transfer.lands is not None
                 places = (transfer.lands, *transfer.extra_lands)
-                message.lands = tuple(_at(buffer.data[plan.to], place) for place in places)
+                lands = [_at(buffer.data[plan.to], place) for place in places]
+                message.own_rows = None if own is None else _rows_of(own, transfer.send)
+                if message.own_rows is None:
+                    message.copies = tuple(zip(lands, (transfer.send, *transfer.extra_send), strict=True))
+                else:  # the message must not keep the own rows of this call
+                    (message.lands,) = lands
                 if not num_sent[to]:
                     wait = Wait(op, index, plan, "its buffer is not free")
                     note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
@@ -325,7 +328,7 @@ class CopyP2PWork:
         number, queue = self._num_sent, self._sending
         self._num_sent = number + 1
         message = self._messages[number]
-        if message.lands:
+        if message.sends:
             if message.free is not None:
                 queue.run(message.free)
             # After the work that produces it.
@@ -334,8 +337,9 @@ class CopyP2PWork:
             if mark is not self._sends_after:
                 queue.after(mark)
                 self._sends_after = mark
-            sends = message.sends if message.own_rows is None else (self._rows_of_call(message.own_rows),)
-            for lands, send in zip(message.lands, sends, strict=True):
+            if message.lands is not None and message.own_rows is not None:
+                queue.copy(message.lands, self._rows_of_call(message.own_rows))
+            for lands, send in message.copies:
                 queue.copy(lands, send)
             queue.run(message.sent)
             self._has_sent = True
@@ -366,14 +370,17 @@ class CopyP2PWork:
 
     def _wait(self, messages: tuple[int, ...]) -> None:
         """Waits for messages in one call of the driver."""
-        last = max(messages, default=-1)
+        last = messages[0] if len(messages) == 1 else max(messages, default=-1)
         # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
-        self._send_before(last + 1)
-        waiting = tuple(each for each in messages if not self._received[each])
+        if self._num_sent <= last:
+            self._send_before(last + 1)
+        done, waiting = self._received, messages
+        if any(map(done.__getitem__, messages)):
+            waiting = tuple(each for each in messages if not done[each])
         if not waiting:
             return
         for each in waiting:
-            self._received[each] = True
+            done[each] = True
         self._num_waited += len(waiting)
         if waiting not in self._waits_for:
             flags = [flag for flag in (self._messages[each].flag for each in waiting) if flag is not None]
