@@ -209,8 +209,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    kinds = options.kinds.split(",") if options.kinds else list(EXPECTED)
+    if unknown := [kind for kind in kinds if kind not in EXPECTED]:
+        parser.error(f"--kinds: {', '.join(unknown)}: use {', '.join(EXPECTED)}")
     _preload_clock()
-    kinds = [kind for kind in EXPECTED if not options.kinds or kind in options.kinds.split(",")]
     skipped = {}
     if "LD_PRELOAD" not in os.environ and "clock jump" in kinds:
         kinds.remove("clock jump")
@@ -225,7 +227,7 @@ def main() -> int:
         skipped["corruption"] = f"check mode compares the loads {', '.join(CHECKED_LOADS)}"
     with _lab(kinds, skipped) as lab:
         runner, found, until = Runner(lab), [], time.monotonic() + 60 * options.minutes
-        for case in cases(options.cases, options.seed, options.deadline, kinds, loads):
+        for case in cases(options.cases if kinds else 0, options.seed, options.deadline, kinds, loads):
             if time.monotonic() > until:
                 break
             outcome = runner.run(case)
