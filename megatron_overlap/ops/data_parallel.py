@@ -37,7 +37,7 @@ class GradientReduce:
 
     On the CPU, received shards are added when a later bucket begins, or in `wait`. On CUDA, messages and sums run in
     order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum. Over copy engines
-    it is symmetric. Gathers have none: all are in flight at once, so their buffers would hold all parameters again.
+    it is symmetric. Gathers have none: all run at once, so their buffers would hold all parameters again.
 
     Args:
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None

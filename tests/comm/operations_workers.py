@@ -114,7 +114,7 @@ def _buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
 
 
 def _gradient_buckets(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    """Several buckets in flight, of two sizes and dtypes."""
+    """Several buckets at once, of two sizes and dtypes."""
     size = group.size()
     shapes = [(480,), (480,), (120 * size,), (124 * size,)]
     buckets = [bucket.detach() for bucket in _draw(64 * seed + group.rank(), *shapes)]

@@ -147,7 +147,9 @@ def open_device_transport(
     The report names the transport of each group of GPUs, and why it has no copies. With `over_nodes` a group on several
     hosts has copies inside each host.
     """
-    transport = session.transports.find(group, "copies")
+    # A group without copies has a transport for each channel.
+    fallback = f"without copies {channel}"
+    transport = session.transports.find(group, "copies") or session.transports.find(group, fallback)
     if transport is not None:
         return transport
     if dist.get_backend(group) != "nccl":
@@ -157,7 +159,7 @@ def open_device_transport(
     copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
     session.counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
     transport = open_transport(session, group, channel) if isinstance(found, str) else found
-    session.transports.insert(group, transport, "copies")
+    session.transports.insert(group, transport, fallback if isinstance(found, str) else "copies")
     return transport
 
 

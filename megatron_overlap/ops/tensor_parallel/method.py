@@ -110,7 +110,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> Reduce:
-        """Runs `a @ b`, starts the sum over ranks, and runs `pieces` of other work while messages are in flight."""
+        """Runs `a @ b`, starts the sum over ranks, and runs `pieces` of other work while messages are sent."""
 
 
 class LinearOptions(NamedTuple):

@@ -198,7 +198,7 @@ def _wide_console() -> Console:
 def logged_iteration(line: str) -> tuple[int, int, dict[str, str]] | None:
     """Number of an iteration, number of iterations, and fields of a line that Megatron logs; None: of another line.
 
-    Searched anywhere in the line: launchers write prefixes, and Megatron releases differ in the other fields.
+    The fields may be anywhere in the line: launchers write prefixes, and Megatron releases differ in the other fields.
     """
     if (found := _ITERATION.search(line)) is None:
         return None

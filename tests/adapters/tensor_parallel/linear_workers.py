@@ -372,7 +372,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
 def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tuple[str, float | None, str, bool]:
     """How a session opens the copies of a group: channel, deadline, flight recorder, and whether hosts may differ.
 
-    A group without copies is asked once, whoever opens its transport.
+    A group without copies is asked once for each channel, whoever opens its transport.
     """
     from megatron_overlap.adapters.diagnostics import consistency
     from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
@@ -396,5 +396,7 @@ def options_of_copies(group: dist.ProcessGroup, deterministic: bool | str) -> tu
         assert consistency.open_device_transport(session, group) is opened_transport.return_value
         assert len([*session.transports.buffers()]) == 1
         assert set(session.counters.transports.values()) == {"NCCL: no GPU"}
-    options, between = opened
+        options, between = opened
+        consistency.open_device_transport(session, group, "data")
+        assert opened_transport.call_args.args[2] == "data"
     return options.channel, options.timeout_s, options.flight_recorder, between
