@@ -65,6 +65,10 @@ class Transfer:
         lands: where `send` lands, in the buffer of this rank that has the name and size of the receiver's
             (`BufferPool.take` with `symmetric`); None if the ranks do not know. Given on all ranks or on none.
         extra_lands: where `extra_send` lands, in the same buffer.
+        reads: where the peer has the rows of `recv`, in the buffer of this rank that has the name and size of the
+            peer's. This rank may copy them from there; `send` is rows of the buffer too. The peer writes them after
+            it has received an earlier message of the operation from this rank, so earlier copies are complete. Given
+            on all ranks or on none, without `lands` and further tensors.
     """
 
     message: Message
@@ -74,6 +78,7 @@ class Transfer:
     extra_recv: tuple[torch.Tensor, ...] = ()
     lands: torch.Tensor | None = None
     extra_lands: tuple[torch.Tensor, ...] = ()
+    reads: torch.Tensor | None = None
 
     @property
     def send_bytes(self) -> int:

@@ -164,16 +164,17 @@ def all_reduce_plan(
 ) -> Plan:
     """Return the plan of `y = all_reduce(x @ w.T)` for one rank. `PartLayout` defines the rows of each chunk.
 
-    Each rank sends every chunk to its owner. The owner adds the partial sums and sends the sum to all ranks. Partial
-    sums of part p are sent during the GEMM of part p+1, and its sums during the GEMM of part p+2. Own rows of the last
-    part are computed last: only the sums of that part are sent after the last GEMM.
+    Each rank sends every chunk to its owner. The owner adds the partial sums and sends the sum to all ranks. Own rows
+    of the last part are computed last: only the sums of that part are sent after the last GEMM.
 
     Args:
         num_ranks, rank: see `all_gather_plan`.
         chunks_per_rank: number of parts.
         pattern: `direct`; or `serial`, which sends the same messages after one GEMM over all rows.
         split: `edge` computes a part in one GEMM, except the first part, so that sending starts early, and the last
-            part, whose sums are exposed. `all` runs one GEMM per owner and part.
+            part, whose sums are exposed. Partial sums of part p are sent during the GEMM of part p+1, and its sums
+            during the GEMM of part p+2. `all` runs one GEMM per owner and part. Sums of part p alternate with the
+            partial sums of part p+1.
         gathers: `between` sends sums as soon as they are ready. `after` sends all sums after the last partial sum, for
             a caller that overlaps them with later computation.
 
@@ -190,40 +191,43 @@ def all_reduce_plan(
     peers = [((rank + distance) % num_ranks, (rank - distance) % num_ranks) for distance in range(1, num_ranks)]
     parts = range(chunks_per_rank)
     made: dict[Chunk, int] = {}
-    partial_sums: dict[int, tuple[int, ...]] = {}
+    partial_sums: dict[int, list[int]] = {part: [] for part in parts}
+    added: set[int] = set()
 
     def compute(runs: list[Run]) -> None:
         for run in runs:
             work.append(Work(run))
             made.update(dict.fromkeys(run, len(work)))
 
-    def send_partial_sums(part: int) -> None:
-        first = len(messages)
-        for to, source in peers:
-            chunk = Chunk(to, part)
-            messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
-        partial_sums[part] = tuple(range(first, len(messages)))
+    def add(part: int) -> None:
+        if num_ranks > 1 and part not in added:
+            work.append(Work((), adds=tuple(partial_sums[part])))
+            added.add(part)
 
-    def add_and_send_sums(part: int) -> None:
-        if num_ranks > 1:
-            work.append(Work((), adds=partial_sums[part]))
-        for to, source in peers:
+    def send_sums(part: int, to_and_from: list[tuple[int, int]]) -> None:
+        for to, source in to_and_from:
             messages.append(Message(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
 
     if pattern == "serial":
         compute([tuple(Chunk(owner, part) for part in parts for owner in range(num_ranks))])
-    next_sum = 0
+    # Sums are sent one part late: the link then has partial sums to transfer while the owner adds.
+    late = gathers == "between" and pattern != "serial"
     for part in parts:
         runs, own = ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split)
-        compute(runs)
-        send_partial_sums(part)
-        # Send sums one part late: the link then has partial sums to transfer while the owner adds.
-        if part > 0 and gathers == "between" and pattern != "serial":
-            add_and_send_sums(next_sum)
-            next_sum += 1
+        steps = [([run], [peer]) for run, peer in zip(runs, peers, strict=False)] if split == "all" else []
+        for runs_of_step, peers_of_step in steps or [(runs, peers)]:
+            compute(runs_of_step)
+            for to, source in peers_of_step:
+                chunk = Chunk(to, part)
+                partial_sums[part].append(len(messages))
+                messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
+            if late and part > 0:
+                add(part - 1)
+                send_sums(part - 1, peers_of_step)
         compute(own)
-    for part in parts[next_sum:]:
-        add_and_send_sums(part)
+    for part in parts[-1:] if late else parts:
+        add(part)
+        send_sums(part, peers)
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 

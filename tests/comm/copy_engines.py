@@ -20,9 +20,9 @@ class EngineQueue:
         self._backend, self._stream = backend, SimpleNamespace(name=name)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        rank, gpu = self._backend.owner(to), self._backend.gpu
-        seconds = gpu.move_s(2 * to.nbytes) if rank == self._backend.recorder.rank else gpu.message_s(to.nbytes)
-        self._put("copy", rank, seconds=seconds)
+        own, gpu, of, there = self._backend.recorder.rank, self._backend.gpu, *map(self._backend.owner, (source, to))
+        seconds = gpu.move_s(2 * to.nbytes) if of == there else gpu.message_s(to.nbytes)
+        self._put("copy", there if of == own else ("from", of), seconds=seconds)
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
         return tuple(steps)

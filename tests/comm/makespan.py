@@ -29,7 +29,7 @@ class Gpu:
         sm_flops: rate of one SM in a GEMM.
         tile: rows and columns of a GEMM tile.
         memory: rate of memory, of a kernel and of a local copy by a copy engine.
-        link: rate of one direction of the link, shared by the messages of a rank.
+        link: rate of one direction of the link, shared by the messages of a rank; also of copies from a peer.
         latency_s: fixed part of a kernel, a copy or a message, in seconds.
         word_s: duration of the write of a word.
         nccl_sms: SMs that a message on NCCL occupies.
@@ -82,7 +82,8 @@ class Work(TorchDispatchMode):
             seconds = self._gpu.attention_s(m, n, heads * size, backward=backward)
             self._device.put("work", f"{name} {m} {n}", seconds=seconds, uses_sms=True)
         elif name in ("add", "add_", "cat", "copy_", "mul", "sum"):
-            moved = sum(tensor.nbytes for tensor in tree_leaves((args, result)) if isinstance(tensor, torch.Tensor))
+            read_and_written = args if name == "copy_" else (args, result)
+            moved = sum(tensor.nbytes for tensor in tree_leaves(read_and_written) if isinstance(tensor, torch.Tensor))
             self._device.put("work", name, seconds=self._gpu.move_s(moved), uses_sms=True)
         return result
 
@@ -181,7 +182,10 @@ class _Clock:
     @staticmethod
     def _ends(copy: Op, rank: int) -> tuple[tuple[str, int], ...]:
         """What a copy shares with other copies."""
-        return (("memory", rank),) if copy.label == rank else (("out", rank), ("in", copy.label))
+        if copy.label == rank:
+            return (("memory", rank),)
+        of, to = (copy.label[1], rank) if isinstance(copy.label, tuple) else (rank, copy.label)
+        return (("out", of), ("in", to))
 
     def _end(self, op: Op) -> float:
         """Time at which a started operation ends if nothing changes."""

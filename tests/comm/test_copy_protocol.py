@@ -293,13 +293,14 @@ def test_every_order_of_a_replayed_all_reduce() -> None:
     assert explore(repeated(queues, 2)) > 1000
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
-def test_results_in_a_random_order(size: int, seed: int) -> None:
-    recorded = record(size, [*FOUR, "gemm_ar"], rows=1)
+def test_results_in_a_random_order(size: int, chunks: int, device: str) -> None:
+    recorded = record(size, [*FOUR, "gemm_ar"], rows=chunks, chunks=chunks, device=device)
     for result in recorded.results:
         result.fill_(float("nan"))
-    play(recorded.queues, random.Random(seed).randrange)
+    play(recorded.queues, random.Random(chunks).randrange)
     assert recorded.is_right()
 
 

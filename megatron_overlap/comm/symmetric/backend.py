@@ -144,13 +144,13 @@ class Waits:
     They are in host memory: with one hardware queue a copy from the device would wait behind the queue of sends.
     """
 
-    SENDING, COMPUTING = range(2)
+    SENDING, RECEIVING, COMPUTING = range(3)
     """The queues of a rank that wait for peers."""
 
     def __init__(self, *, on_device: bool) -> None:
         pinned = on_device and torch.cuda.is_available()
         # By queue; then the number of operations that replays have begun, which the device counts.
-        self._words = torch.zeros(3, dtype=torch.int32, pin_memory=pinned)
+        self._words = torch.zeros(4, dtype=torch.int32, pin_memory=pinned)
         self._num_replayed = torch.zeros(1, dtype=torch.int32, device="cuda" if pinned else "cpu")
         self._by_number: dict[int, Wait] = {}
         self._num_repeated = self._num_once = 0
@@ -169,15 +169,15 @@ class Waits:
     def count_replay(self, computing: Queue) -> None:
         """Let each replay of the CUDA graph that is being captured count an operation."""
         self._num_replayed.add_(1)
-        computing.copy(self._words[2:], self._num_replayed)
+        computing.copy(self._words[3:], self._num_replayed)
 
     def num_replayed(self) -> int:
         """Operations that replays of CUDA graphs have begun."""
-        return int(self._words[2])
+        return int(self._words[3])
 
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the present waits by queue; 0: the queue does not wait for a peer."""
-        return tuple(self._words[:2].tolist())
+        return tuple(self._words[:3].tolist())
 
     def of(self, numbers: Sequence[int]) -> list[Wait]:
         """The waits with these numbers."""

@@ -3,13 +3,14 @@
 A queue waits for a flag in memory without a kernel (`backend.Queue`), and clears it, so an operation enqueues the same
 steps every time.
 
-Every message lands in a symmetric buffer of the receiver (`Transfer.lands`). It is a copy of each of its tensors. When
+A message lands in a symmetric buffer of the receiver (`Transfer.lands`). It is a copy of each of its tensors. When
 an operation begins, the receiver sets a flag at each sender, after the present work of its computing queue: that no
 longer reads the buffer. The sender waits for it, copies, and sets a flag at the receiver, for which the computing queue
-of the receiver waits. All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
+of the receiver waits. Or the sender sets a flag, and the receiver copies from a symmetric buffer of the sender
+(`Transfer.reads`). All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
 
-A rank has one queue of sends and one of receives beside its computing queue. Sends run in the order of the plan, so
-each uses the whole link.
+A rank has one queue of sends and one of receives beside its computing queue. Each runs messages in the order of the
+plan, so that each uses the whole link.
 
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock.
@@ -51,25 +52,27 @@ class _Message:
 
     Attributes:
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        sends: whether there are bytes to send.
-        own_rows: start and stop of the rows to send in the own rows of a call, for `lands` of the receiver.
+        own_rows: start and stop of the rows of a call that go to `lands` of the receiver, or come from `reads`.
         copies: tensors of the receiver and what they get, of a message without own rows.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
-        sent: sets the flag of the receiver.
-        flag: the wait for the flag; None if this rank receives no bytes.
+        sent: sets the flag of the receiver; or those of all receivers that copy rows of the same work themselves.
+        flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
+        reads: where this rank copies from, at the sender.
+        arrived: waits for the flag before that copy.
     """
 
     plan: Message
     after_work: int
     not_before: int
-    sends: bool
     own_rows: tuple[int, int] | None = None
     lands: torch.Tensor | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     free: object | None = None
     sent: object | None = None
     flag: FlagStep | None = None
+    reads: torch.Tensor | None = None
+    arrived: object | None = None
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class _Messages:
         runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
+        reads: whether this rank copies the bytes of a message itself.
     """
 
     op: str
@@ -91,6 +95,7 @@ class _Messages:
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
+    reads: bool = False
 
 
 class CopyTransport:
@@ -144,7 +149,7 @@ class CopyTransport:
         begun = self.backend.computing.mark()
         work = CopyP2PWork(self, messages, own, begun, captured)
         into = transfers.into if isinstance(transfers, Exchange) else None
-        if messages.buffers_are_free is not None or into is not None:
+        if messages.buffers_are_free is not None or messages.reads or into is not None:
             # Beside the computation: on a device each flag is a copy.
             self.receiving.after(begun)
         if messages.buffers_are_free is not None:
@@ -164,10 +169,11 @@ class CopyTransport:
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
         awaited = list[tuple[_Message, list[FlagStep]]]()
+        announced = dict[int, list[tuple[_Message, FlagStep]]]()  # by the work before the rows that peers read
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = transfer.send.numel() > 0
-            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0, sends)
+            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
             messages.forwards = messages.forwards or plan.after_message is not None
@@ -175,7 +181,10 @@ class CopyTransport:
                 continue
             buffer = self._buffer_of(transfer, index, op)
             words, to, source = buffer.words, (plan.to, id(buffer)), (plan.source, id(buffer))
-            if sends:
+            sent = FlagStep(words[plan.to], buffer.flag(self.rank, num_sent[to]), sets=True)
+            if sends and transfer.reads is not None:
+                announced.setdefault(plan.after_work, []).append((message, sent))
+            elif sends:
                 assert transfer.lands is not None
                 places = (transfer.lands, *transfer.extra_lands)
                 lands = [_at(buffer.data[plan.to], place) for place in places]
@@ -188,14 +197,21 @@ class CopyTransport:
                     wait = Wait(op, index, plan, "its buffer is not free")
                     note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
-                flag = buffer.flag(self.rank, num_sent[to])
-                message.sent = sending.prepare([FlagStep(words[plan.to], flag, sets=True)])
-                num_sent[to] += 1
+                message.sent = sending.prepare([sent])
+            num_sent[to] += sends
             if transfer.recv.numel():
                 flag = buffer.flag(plan.source, num_received[source])
-                note = self.waits.note(Waits.COMPUTING, Wait(op, index, plan), repeats=repeats)
-                message.flag = FlagStep(words[self.rank], flag, False, note)
-                if not num_received[source]:
+                queue = Waits.COMPUTING if transfer.reads is None else Waits.RECEIVING
+                note = self.waits.note(queue, Wait(op, index, plan), repeats=repeats)
+                arrives = FlagStep(words[self.rank], flag, False, note)
+                if transfer.reads is not None:
+                    assert own is not None, "rows that this rank copies itself are rows of the call"
+                    message.own_rows, messages.reads = _rows_of(own, transfer.recv), True
+                    message.reads = _at(buffer.data[plan.source], transfer.reads)
+                    message.arrived = self.receiving.prepare([arrives])
+                else:
+                    message.flag = arrives
+                if transfer.reads is None and not num_received[source]:
                     free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
         if max((*num_sent.values(), *num_received.values()), default=0) > MAX_FLAGS:
@@ -205,19 +221,25 @@ class CopyTransport:
             awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
         for message, steps in awaited:
             message.free = sending.prepare(steps)
+        for (message, step), *others in announced.values():
+            # The first copy need not wait for the flags of the others.
+            message.sent = sending.prepare([step])
+            if others:
+                others[0][0].sent = sending.prepare([step for _, step in others])
         messages.buffers_are_free = self.receiving.prepare(free) if free else None
         flags = {(index,): [each.flag] for index, each in enumerate(messages.all) if each.flag is not None}
         messages.received = {numbers: computing.prepare(steps) for numbers, steps in flags.items()}
         messages.marks = sorted(set(messages.marks))
         if own is not None:
-            sent = [message.own_rows for message in messages.all if message.own_rows is not None]
-            messages.runs_of_own = list(pairwise(sorted({0, own.shape[0], *chain.from_iterable(sent)})))
+            own_sent = [message.own_rows for message in messages.all if message.own_rows is not None]
+            messages.runs_of_own = list(pairwise(sorted({0, own.shape[0], *chain.from_iterable(own_sent)})))
         return messages
 
     def _buffer_of(self, transfer: Transfer, number: int, op: str) -> SymmetricBuffer:
-        """The symmetric buffer in which message `number` lands."""
-        complete = transfer.lands is not None and len(transfer.extra_lands) == len(transfer.extra_send)
-        buffer = self._heap.buffer_of(transfer.lands) if complete and transfer.lands is not None else None
+        """The symmetric buffer in which message `number` lands, or from which the receiver copies it."""
+        place = transfer.lands if transfer.reads is None else transfer.reads
+        complete = place is not None and len(transfer.extra_lands) == len(transfer.extra_send)
+        buffer = self._heap.buffer_of(place) if complete and place is not None else None
         if buffer is None:
             what = message_text(transfer.message, number, self.backend.ranks, sends=transfer.send.numel() > 0)
             raise TransportError(f"{op}: cannot {what}: it lands in no symmetric buffer; use overlap.transport: nccl")
@@ -276,6 +298,7 @@ class CopyP2PWork:
         self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._waits_for = messages.received
         self._computing, self._sending = transport.backend.computing, transport.sending
+        self._receiving, self._reads = transport.receiving, messages.reads
         self._forwards, self._num_messages = messages.forwards, len(messages.all)
         self._captured, self._num_sent = captured, 0
         self._received, self._num_waited = [False] * self._num_messages, 0
@@ -328,7 +351,7 @@ class CopyP2PWork:
         number, queue = self._num_sent, self._sending
         self._num_sent = number + 1
         message = self._messages[number]
-        if message.sends:
+        if message.sent is not None:
             if message.free is not None:
                 queue.run(message.free)
             # After the work that produces it.
@@ -343,6 +366,12 @@ class CopyP2PWork:
                 queue.copy(lands, send)
             queue.run(message.sent)
             self._has_sent = True
+        if message.reads is not None:
+            assert message.own_rows is not None
+            if self._captured:
+                self._receiving.after(queue.mark())
+            self._receiving.run(message.arrived)
+            self._receiving.copy(self._rows_of_call(message.own_rows), message.reads)
         if self._num_sent == self._num_messages and self._has_sent:
             self._sent = queue.mark()
 
@@ -386,13 +415,15 @@ class CopyP2PWork:
             flags = [flag for flag in (self._messages[each].flag for each in waiting) if flag is not None]
             self._waits_for[waiting] = self._computing.prepare(flags) if flags else None
         received = self._waits_for[waiting]
-        if received is not None:
-            if self._captured:
-                self._computing.after(self._sending.mark())
-            try:
+        try:
+            if received is not None:
+                if self._captured:
+                    self._computing.after(self._sending.mark())
                 self._computing.run(received)
-            except TransportError as error:
-                raise self._not_received(error) from error
+            if self._reads and any(self._messages[each].reads is not None for each in waiting):
+                self._computing.after(self._receiving.mark())
+        except TransportError as error:
+            raise self._not_received(error) from error
         if last == self._num_messages - 1 and self._num_sent == self._num_messages:
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
             self._wait_sends()
@@ -400,7 +431,7 @@ class CopyP2PWork:
     def _not_received(self, error: TransportError) -> TransportError:
         """The error of a failed wait: on a host the queue names the message."""
         ranks, waits = self._transport.backend.ranks, self._transport.waits
-        found = waits.of(waits.numbers()[Waits.COMPUTING :])
+        found = waits.of(waits.numbers()[Waits.RECEIVING :])
         what = found[0].text(ranks) if found else "receive its messages"
         text = f"{self._op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
         return TransportError(text, peer=ranks[found[0].peer] if found else -1)

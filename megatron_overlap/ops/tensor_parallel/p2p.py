@@ -35,7 +35,13 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.gather_scatter import Gathers
-from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_parts, default_pattern
+from megatron_overlap.schedules.heuristics import (
+    MIN_CHUNK_ROWS,
+    SHALLOW_DEPTH,
+    default_chunks,
+    default_parts,
+    default_pattern,
+)
 from megatron_overlap.schedules.plan import Pattern, Split
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -86,20 +92,25 @@ class LinearPlan:
             parts.rows(Chunk(last, part))[1] - parts.rows(Chunk(0, part))[0] for part in range(parts.chunks_per_rank)
         )
 
-    def all_reduce_schedule(self, transport: Transport, num_rows: int, gathers: Gathers) -> tuple[Plan, PartLayout]:
-        """The schedule of one rank for an all-reduce of `num_rows` rows, and the rows of its chunks.
+    def all_reduce_schedule(
+        self, transport: Transport, num_rows: int, depth: int, gathers: Gathers
+    ) -> tuple[Plan, PartLayout]:
+        """The schedule of one rank for an all-reduce of `num_rows` rows of a GEMM over `depth`, and its chunks.
 
         Raises:
             ValueError: the pattern is `ring`.
         """
-        parts = self._all_reduce_parts(num_rows, on_device=transport.on_device)
+        # With `after`, other work hides the sums. GEMMs of fewer rows lose more than they hide.
+        enough = num_rows >= 8 * transport.size * MIN_CHUNK_ROWS
+        hides_all = gathers == "between" and depth > 2 * SHALLOW_DEPTH and enough
+        parts = self._all_reduce_parts(num_rows, on_device=transport.on_device, hides_all=hides_all)
         # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
         return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers)
 
-    def _all_reduce_parts(self, num_rows: int, *, on_device: bool) -> int:
-        return self.chunks_per_rank or default_parts(num_rows, on_device=on_device)
+    def _all_reduce_parts(self, num_rows: int, *, on_device: bool, hides_all: bool = False) -> int:
+        return self.chunks_per_rank or default_parts(num_rows, on_device=on_device, hides_all=hides_all)
 
 
 _DEFAULT_PLAN = LinearPlan()
@@ -178,10 +189,13 @@ class P2PMethod(LinearMethod):
 
     def all_reduce(self, a: torch.Tensor, b: torch.Tensor, op: str, pieces: Sequence[Piece] = ()) -> PipelinedAllReduce:
         gathers: Gathers = "after" if pieces else "between"
-        schedule, layout = self.plan.all_reduce_schedule(self.transport, a.shape[0], gathers)
-        out = a.new_empty(a.shape[0], b.shape[1])
-        add_in_place, tree = self.plan.add_in_place, self.plan.tree
-        total = PipelinedAllReduce(self.transport, schedule, layout, out, op, add_in_place=add_in_place, tree=tree)
+        plan, (num_rows, depth) = self.plan, a.shape
+        schedule, layout = plan.all_reduce_schedule(self.transport, num_rows, depth, gathers)
+        out = a.new_empty(num_rows, b.shape[1])
+        early = depth <= SHALLOW_DEPTH
+        total = PipelinedAllReduce(
+            self.transport, schedule, layout, out, op, add_in_place=plan.add_in_place, add_early=early, tree=plan.tree
+        )
         total.compute(self._gemm_rows(a, b, total.rows))
         total.run_beside(pieces)
         return total

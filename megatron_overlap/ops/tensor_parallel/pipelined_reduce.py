@@ -14,7 +14,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
-from megatron_overlap.ops.wgrad import Piece, Spans, add_terms, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
 
@@ -251,26 +251,26 @@ def tree_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _SummedRows(WorkRows):
-    """The rows of an all-reduce: `terms`, received partial sums, and `summed`, where the sums of peers arrive.
+    """The rows of an all-reduce: `terms`, received partial sums, and `summed`, the own sums, from which peers copy.
 
     Attributes:
         received: partial sums by message.
         terms_of: those of each own chunk `[R - 1, rows, F]` by their first message, where they are contiguous.
-        gathers: the messages that receive sums, in two groups; each with its rows, and those of `summed`.
+        gathers: the messages that receive sums.
+        sums: each own chunk in the result, and its rows of `summed`, by part; empty without `summed`.
         num_sent: rows that this rank sends.
-        repeated: the messages of a result. Without `summed` the sums of peers arrive in the result.
+        repeated: the messages of a result.
     """
 
     def __init__(self, plan: Plan, layout: PartLayout, terms: torch.Tensor, summed: torch.Tensor | None) -> None:
         super().__init__(plan, layout)
-        self._plan, self._layout, self._summed = plan, layout, summed
+        self._plan, self._layout = plan, layout
         self.received: dict[int, torch.Tensor] = {}
         self.terms_of: dict[int, torch.Tensor] = {}
         self._lands: dict[int, torch.Tensor] = {}
-        get_sums, first = list[int](), 0
+        first = 0
         for k, message in enumerate(plan.messages):
             if message.recv.owner != plan.rank:
-                get_sums.append(k)
                 continue
             num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
             if message.to == (plan.rank + 1) % plan.num_ranks and num_rows == longest:
@@ -281,30 +281,30 @@ class _SummedRows(WorkRows):
             self.received[k] = terms[first : first + num_rows]
             self._lands[k] = terms[first : first + layout.num_chunk_rows(message.send)]
             first += longest
-        # Copies of the first group run while the last two messages arrive.
-        groups = get_sums[:-2], get_sums[-2:]
-        self.gathers = [(group, [] if summed is None else self._sums(group, summed)) for group in groups if group]
+        self.gathers = [k for k in range(len(plan.messages)) if k not in self.received]
+        # Each part begins at the same row on all ranks.
+        parts = (
+            () if summed is None else summed.split([layout.longest_chunk(part) for part in range(plan.chunks_per_rank)])
+        )
+        self._sums_of_parts = parts
+        own = [layout.rows(Chunk(plan.rank, part)) for part in range(len(parts))]
+        self.sums = [(slice(*rows), sums[: rows[1] - rows[0]]) for rows, sums in zip(own, parts, strict=True)]
         self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
         self.repeated = Repeated(self._transfers)
-
-    def _sums(self, messages: Sequence[int], summed: torch.Tensor) -> list[tuple[slice, torch.Tensor]]:
-        """The rows that messages receive, in as few runs as possible."""
-        spans = Spans()
-        for k in messages:
-            spans.add(self._layout.rows(self._plan.messages[k].recv))
-        return [(slice(start, stop), summed[start:stop]) for start, stop in spans.joined()]
 
     def _transfers(self, out: torch.Tensor | None) -> list[Transfer]:
         """The messages of the result `out`."""
         assert out is not None
-        summed = out if self._summed is None else self._summed
         transfers = []
         for k, message in enumerate(self._plan.messages):
-            sent, to_receive = (slice(*self._layout.rows(chunk)) for chunk in (message.send, message.recv))
-            received, lands = self.received.get(k), self._lands.get(k)
-            if received is None:
-                received, lands = summed[to_receive], summed[sent]
-            transfers.append(Transfer(message, out[sent], received, lands=lands))
+            send, recv = (out[slice(*self._layout.rows(chunk))] for chunk in (message.send, message.recv))
+            if k in self.received:
+                transfers.append(Transfer(message, send, self.received[k], lands=self._lands[k]))
+            elif self.sums:
+                reads = self._sums_of_parts[message.recv.part][: recv.shape[0]]
+                transfers.append(Transfer(message, self.sums[message.send.part][1], recv, reads=reads))
+            else:
+                transfers.append(Transfer(message, send, recv))
         return transfers
 
 
@@ -320,9 +320,10 @@ class PipelinedAllReduce:
         plan, layout: an all-reduce plan and the rows of its chunks.
         out: all rows of the result `[num_rows, F]`, contiguous, written here. It also holds the own partial sums
             until they are sent: a sum arrives at the rows of its partial sum, and the owner sends it only after it
-            has received that partial sum. Sums of a transport that `prepares` arrive in a symmetric buffer.
+            has received that partial sum. Of a transport that `prepares` peers copy the sums from a symmetric buffer.
         op: name in error messages.
         add_in_place: wait and add at the positions in the plan; None chooses by the device.
+        add_early: as of `PipelinedReduceScatter`.
         tree: add in the fixed tree, see `tree_sum`.
 
     Attributes:
@@ -338,16 +339,17 @@ class PipelinedAllReduce:
         op: str,
         *,
         add_in_place: bool | None = None,
+        add_early: bool = False,
         tree: bool = False,
     ) -> None:
-        self._plan, self._layout, self._out, self._tree = plan, layout, out, tree
+        self._plan, self._layout, self._out, self._add_early, self._tree = plan, layout, out, add_early, tree
         pool = self._buffer_pool = transport.buffer_pool
         self._on_device = transport.on_device
         self._in_place = self._on_device if add_in_place is None else add_in_place
         longest = sum(map(layout.longest_chunk, range(plan.chunks_per_rank)))
         terms = pool.take("received", ((plan.num_ranks - 1) * longest, out.shape[1]), out, symmetric=True)
-        self._summed = pool.take("summed", out.shape, out, symmetric=True) if transport.prepares else None
-        of = plan, layout, terms, self._summed
+        summed = pool.take("summed", (longest, out.shape[1]), out, symmetric=True) if transport.prepares else None
+        of = plan, layout, terms, summed
         self.rows = repeated(transport, of, lambda: _SummedRows(*of))
         self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._done = 0
@@ -393,38 +395,45 @@ class PipelinedAllReduce:
             `out`.
         """
         if not self._finished:
-            self._advance(len(self._plan.work), wait=True)
-            for messages, runs in self.rows.gathers:
-                self._p2p_work.wait(*messages)
-                for rows, sums in runs:
-                    self._out[rows].copy_(sums)
+            self._advance(len(self._plan.work), wait=True, exposed=True)
+            for rows, sums in self.rows.sums:
+                self._out[rows].copy_(sums)
+            self._p2p_work.wait(*self.rows.gathers)
             self._p2p_work.wait_all()
             self._finished = True
         return self._out
 
-    def _advance(self, stop: int, *, wait: bool) -> None:
+    def _advance(self, stop: int, *, wait: bool, exposed: bool = False) -> None:
         """Does the additions of the work items before `stop`, in order, and marks their sends ready."""
         while self._done < stop:
             adds = self._plan.work[self._done].adds
             if not wait and not all(self._p2p_work.is_completed(k) for k in adds):
                 return
             if adds:
-                self._add(adds)
+                self._add(adds, early=exposed and self._add_early)
             self._done += 1
             self._p2p_work.mark_ready(self._done)
 
-    def _add(self, adds: tuple[int, ...]) -> None:
+    def _add(self, adds: tuple[int, ...], *, early: bool) -> None:
         """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
-        own = self._out[slice(*self._layout.rows(self._plan.messages[adds[0]].recv))]
-        received = self.rows.received
+        chunk = self._plan.messages[adds[0]].recv
+        own, received = self._out[slice(*self._layout.rows(chunk))], self.rows.received
+        out = self.rows.sums[chunk.part][1] if self.rows.sums else own
+        terms_of = self.rows.terms_of.get(adds[0])
+        if self._on_device and terms_of is not None and not self._tree:
+            total = own
+            if early and len(adds) > 1:
+                self._p2p_work.wait(*adds[:-1])
+                total = add_terms(terms_of[:-1], own, self._buffer_pool.take("sum", own.shape, like_fp32(own)))
+                terms_of = terms_of[-1:]
+            self._p2p_work.wait(*adds)
+            add_terms(terms_of, total, out)
+            return
         if self._on_device or self._tree:
             self._p2p_work.wait(*adds)
         if self._tree:
             terms = {self._plan.messages[k].source: received[k] for k in adds}
-            own.copy_(tree_sum([terms.get(rank, own) for rank in range(self._plan.num_ranks)]))
-            return
-        if self._on_device and adds[0] in self.rows.terms_of:
-            add_terms(self.rows.terms_of[adds[0]], own, own)
+            out.copy_(tree_sum([terms.get(rank, own) for rank in range(self._plan.num_ranks)]))
             return
         total = own
         if len(adds) > 1 and own.element_size() < 4:
@@ -433,5 +442,5 @@ class PipelinedAllReduce:
         for k in adds:
             self._p2p_work.wait(k)
             add_wide(total, received[k], self._buffer_pool)
-        if total is not own:
-            own.copy_(total)
+        if total is not out:
+            out.copy_(total)

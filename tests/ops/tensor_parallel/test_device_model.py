@@ -61,17 +61,17 @@ def test_one_hardware_queue_overlaps_as_eight_do(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """Forward exposes the sums that each rank sends to all others after its last GEMM, and the copy of the last two.
+    """Forward exposes the sums that each rank sends to all others after the last GEMM; backward hides them.
 
-    Backward hides them.
+    The messages of shallow GEMMs are longer than the GEMMs and hide them.
     """
     devices = record(monkeypatch, case, "copies")
     took = times(devices)
     assert took.one <= 1.05 * took.eight
-    if case.direction == "backward":
+    if case.layer != "fc2":
         assert took.one <= took.bound
     else:
-        assert took.one <= 0.82 * (took.compute + took.communication)
+        assert took.one <= 0.77 * (took.compute + took.communication)
     chunk_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
     assert sent_bytes(devices[0]) == pytest.approx(2 * (RANKS - 1) * chunk_bytes)
 
