@@ -26,11 +26,6 @@ def untraced(method: Method) -> Method:
     return run
 
 
-def replaces(original: Method) -> Callable[[Method], Method]:
-    """Decorates the replacement of `original`, which gets its name and is `untraced`."""
-    return lambda method: untraced(functools.wraps(original)(method))
-
-
 def with_globals(function: Any, names: dict[str, Any]) -> Method:
     """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
     replaced = {**function.__globals__, **names}

@@ -113,7 +113,7 @@ class Engine:
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
             replacement.__module__ = finding.made_by.__module__
             replacement.__doc__ = function.__doc__
-            replacement.__dict__.setdefault("__wrapped__", function)
+            replacement.__dict__["__wrapped__"] = function
         if isinstance(finding.original, staticmethod | classmethod):
             return type(finding.original)(replacement)
         return replacement

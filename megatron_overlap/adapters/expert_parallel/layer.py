@@ -18,7 +18,7 @@ import torch
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import Method, replaces, with_globals
+from megatron_overlap.adapters.wrapping import Method, untraced, with_globals
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -236,7 +236,7 @@ def _replacement(name: str) -> Method:
         adapter = session.adapter(ExpertAdapter)
         adapter.stock[name] = original
 
-        @replaces(original)
+        @untraced
         def run(*args: Any, **kwargs: Any) -> Any:
             return getattr(adapter, name)(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_te_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces
+from megatron_overlap.adapters.wrapping import Method, replaced_forward, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -37,7 +37,7 @@ def attention_forward(original: Method, session: Session) -> Method:
     """
     adapter = session.adapter(LinearAdapter)
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = self.pg_collection.tp
         if group is None or group.size() == 1:

@@ -38,7 +38,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingPart,
 )
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.session import Session
 
@@ -57,7 +57,7 @@ def block_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
 
-    @replaces(original)
+    @untraced
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
@@ -97,7 +97,6 @@ def block_forward(original: Method, session: Session) -> Method:
         session.counters.exclude("batch overlap", reasons[0])
         return run(SEPARATE_LAYERS)
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         communicates = self.config.tensor_model_parallel_size > 1 and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
@@ -157,7 +156,6 @@ def layer_forward(original: Method, session: Session) -> Method:
         output = split_layer.forward(pending, arguments, follower)
         return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = original if adapter.split == "none" else split
         if skips_outputs and layer_handoff.is_unread(self) and reads_only_sum(self):
@@ -244,7 +242,6 @@ def model_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if tracing() or not _splits_embedding(adapter, self):
             return original(self, *args, **kwargs)

@@ -64,8 +64,7 @@ def attention_init(original: Method, session: Session) -> Method:
     """
     session.adapter(UlyssesAdapter)
 
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.context_parallel_size == 1:
             original(self, config, *args, **kwargs)
             return
@@ -83,7 +82,7 @@ def attention_init(original: Method, session: Session) -> Method:
         if text is not None:
             raise UlyssesError(f"overlap.ulysses: {text}")
 
-    return __init__
+    return init
 
 
 def attention_forward(original: Method, session: Session) -> Method:
@@ -95,7 +94,6 @@ def attention_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(UlyssesAdapter)
 
     @untraced
-    @functools.wraps(original)
     def forward(
         self: Any,
         query: torch.Tensor,
@@ -141,7 +139,6 @@ def te_attention_forward(original: Method, session: Session) -> Method:
     adapter = session.adapter(UlyssesAdapter)
 
     @untraced
-    @functools.wraps(original)
     def forward(
         self: Any,
         query: torch.Tensor,

@@ -48,15 +48,14 @@ def self_attention_init(original: Method, session: Session) -> Method:
 
     session.add_close(restore)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if session.config.ulysses.fuse_projections and _is_supported(self):
             # On the instance, because other layers of the class may be unsupported. The weak reference avoids a cycle.
             self.forward = functools.partial(_forward, adapter, weakref.ref(self))
             layers.add(self)
 
-    return __init__
+    return init
 
 
 def _is_supported(layer: Any) -> bool:
