@@ -1,4 +1,4 @@
-"""The keys of a launch config with type, default and unit. The module imports neither torch nor Megatron.
+"""The keys of a launch config with type, default and unit.
 
 Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
 combinations of keys. A `model` section merges the defaults of the architecture, the named shape and the keys of the
