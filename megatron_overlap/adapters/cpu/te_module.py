@@ -13,6 +13,7 @@ import os
 import sys
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -104,15 +105,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            previous = os.environ.get("NVTE_PROJECT_BUILDING")
-            os.environ["NVTE_PROJECT_BUILDING"] = "1"
-            try:
+            with mock.patch.dict(os.environ, NVTE_PROJECT_BUILDING="1"):
                 execute(module)
-            finally:
-                if previous is None:
-                    del os.environ["NVTE_PROJECT_BUILDING"]
-                else:
-                    os.environ["NVTE_PROJECT_BUILDING"] = previous
             module.load_framework_extension = lambda _framework: sys.modules.update({NATIVE_MODULE: native_module()})
 
         spec.loader.exec_module = exec_module
