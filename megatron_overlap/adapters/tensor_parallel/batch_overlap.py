@@ -26,9 +26,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     is_capturing,
     linears_of,
     reads_only_sum,
-    unsupported_batch_reason,
     unsupported_layer_reason,
-    unsupported_sequence_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     InputPart,
@@ -213,10 +211,7 @@ def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAd
         return CAPTURED
     if adapter.fused:
         return "method fused does not split the batch"
-    reason = unsupported_layer_reason(layer, arguments)
-    if reason is None:
-        unsupported_split_reason = unsupported_sequence_reason if split == "sequence" else unsupported_batch_reason
-        reason = unsupported_split_reason(layer, arguments)
+    reason = unsupported_layer_reason(layer, arguments, split)
     if reason is not None or not layer.config.sequence_parallel:
         return reason
     if adapter.splits_queries:
@@ -243,7 +238,14 @@ def model_forward(original: Method, session: Session) -> Method:
     layer_handoff = adapter.layer_handoff
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing() or not _splits_embedding(adapter, self):
+        config = self.config
+        # Layers do not run in two parts, or this stage has no embedding whose output is rows of each rank.
+        if (
+            tracing()
+            or (adapter.split == "none" and not adapter.autotuner.enabled)
+            or adapter.check.due
+            or not (self.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
+        ):
             return original(self, *args, **kwargs)
         reason = _unsupported_model_reason(self, args, kwargs)
         if reason is not None:
@@ -263,14 +265,6 @@ def model_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
 
     return forward
-
-
-def _splits_embedding(adapter: LinearAdapter, model: Any) -> bool:
-    """Whether layers may run in two parts, and this stage has an embedding whose output is rows of each rank."""
-    if (adapter.split == "none" and not adapter.autotuner.enabled) or adapter.check.due:
-        return False
-    config = model.config
-    return bool(model.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
 
 
 def _own_terms(words: Any, tokens: torch.Tensor) -> torch.Tensor:

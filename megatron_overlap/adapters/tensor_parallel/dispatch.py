@@ -191,16 +191,13 @@ class LinearAdapter(Adapter):
             return call.run_stock()
         return call.result(backend.output(call.normalized()))
 
-    def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
-        """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
+    def run_overlapped(self, call: LinearCall, backend: OverlapBackend) -> LayerOutput:
+        """Runs `call` on `backend`; p2p where fused kernels do not support the call."""
         if call.norm is not None:
             call = call.normalized()
-        backend = backend or self._method
-        if backend is not self._p2p and isinstance(backend, FusedBackend):
-            reason = backend.unsupported_reason(call)
-            if reason is not None:
-                self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
-                backend = self._p2p
+        if isinstance(backend, FusedBackend) and (reason := backend.unsupported_reason(call)) is not None:
+            self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
+            backend = self._p2p
         if self.check.enabled and self.check.due:
             return self._run_checked(call, backend)
         return call.result(backend.output(call))

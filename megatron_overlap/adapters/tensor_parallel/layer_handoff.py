@@ -34,8 +34,7 @@ class InputPart:
 class PendingOutput:
     """The output of a layer, in parts whose sums over ranks may be in flight.
 
-    Attributes:
-        placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
+    Megatron passes `placeholder` from layer to layer: the shape of the output, filled with NaN.
     """
 
     def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
@@ -70,8 +69,7 @@ class PendingEmbedding:
 class LayerHandoff:
     """Passes the pending output of the embedding, or of a layer, to the next layer of the same block.
 
-    Only for an output that no other module reads. Megatron passes a placeholder of NaN, so that any other reader gets
-    NaN.
+    No other module may read the output: it would read the NaN of the placeholder.
     """
 
     def __init__(self) -> None:
