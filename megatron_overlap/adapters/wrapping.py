@@ -37,8 +37,7 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
     """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
 
-    Raises:
-        RuntimeError: a hook changes the input; the message ends with `remedy`.
+    RuntimeError: a hook changes the input; the message ends with `remedy`.
     """
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:

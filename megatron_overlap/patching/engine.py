@@ -61,9 +61,7 @@ class Engine:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
         Attributes to which other code has assigned a replacement get the original as well; they are returned.
-
-        Raises:
-            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
+        RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
         undone = [(finding, ours) for finding, ours in self._undo(0) if finding.manifest.unchecked is None]

@@ -1,7 +1,7 @@
 """Runs Megatron-LM on a machine without a GPU: CPU tensors, gloo, one process per rank.
 
-The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA. Where
-TransformerEngine is installed, `te_module` takes the place of its native module.
+The patches are in `patches/cpu/`, each with its reason. Where TransformerEngine is installed, `te_module` takes the
+place of its native module.
 """
 
 import importlib.util

@@ -91,13 +91,10 @@ class DataParallelAdapter(Adapter):
         self.session.counters.overlapped(*_site(op, bucket), rounds * bytes_of_peers)
 
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
-        """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
+        """Whether the stock path runs the collective `op` of a bucket group, for a flag that is off or a reason.
 
-        The cause is a Megatron flag that is off, or another reason.
-
-        Raises:
-            MissingFlagError: a flag is off, and the configured method is `p2p`.
-            FallbackError: the configuration is strict.
+        The fallback is counted. MissingFlagError: a flag is off, and the configured method is `p2p`. FallbackError: the
+        configuration is strict.
         """
         if flag is not None:
             if self.session.config.data.method == "p2p":

@@ -32,8 +32,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
     of the first layers are stepped first, and the all-gather of each starts at once. Megatron starts the first
     all-gather in the next forward, and each further one after the one before it is complete.
 
-    Runs after gradient clipping, which needs all gradients. Megatron does not call it where fp16 loss scaling skips a
-    step.
+    Megatron calls it after gradient clipping, and not where fp16 loss scaling skips a step.
     """
     adapter, counters = session.adapter(DataParallelAdapter), session.counters
 

@@ -43,8 +43,8 @@ class Check(Adapter):
     ) -> Callable[[], None]:
         """Prepares the comparison of a reduction before it; the caller calls the result after it.
 
-        The result replaces the reduced bucket after a mismatch with `fallback`. `name` names the operation in results;
-        other arguments as in `DataParallelAdapter.reduce`.
+        The result replaces the reduced bucket after a mismatch with `fallback`. Arguments as in
+        `DataParallelAdapter.reduce`.
         """
         before = bucket.clone()
         ranks, shard = group.size(), bucket.numel() // group.size()

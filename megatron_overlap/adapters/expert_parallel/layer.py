@@ -29,10 +29,8 @@ _OP = "expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What cannot change between the calls of one `MoELayer`, `name` in the report.
-
-    `experts` is None if it does not run overlapped. `reason` is None too if it does not communicate.
-    """
+    """One `MoELayer`, `name` in the report: without `experts` it does not run overlapped, for `reason` if it
+    communicates."""
 
     name: str
     experts: LayerExperts | None
@@ -50,9 +48,7 @@ class _SharedExperts:
 class ExpertAdapter(Adapter):
     """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods.
 
-    Attributes:
-        stock: the replaced methods by name.
-        autotuner: selects the stock path or p2p with `method: auto`.
+    `stock` has the replaced methods by name.
     """
 
     def __init__(self, session: Session) -> None:

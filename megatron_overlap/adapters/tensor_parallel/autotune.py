@@ -103,10 +103,8 @@ class GroupAutotuners:
 class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: run a call with the candidate that its autotuner names.
 
-    Steps of the reference check `check` are not timed.
-
-    Attributes:
-        paused: linear layers run their selection, untimed, while the block around them is compared.
+    Steps of the reference check `check` are not timed. While `paused`, linear layers run their selection untimed,
+    because the block around them is compared.
     """
 
     def __init__(
@@ -157,11 +155,8 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call.
-
-        A column-parallel call with the input of the call before it takes that call's candidate, untimed, because it
-        shares the gathered input.
-        """
+        """Runs a call. A column-parallel one with the input of the call before it, whose gathered input it shares,
+        takes that call's candidate, untimed."""
         x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
         shared = self._candidate_of_same(group, x) if gathers else None

@@ -49,9 +49,8 @@ class PendingOutput:
 class PendingEmbedding:
     """The output of an embedding whose sum over ranks has not started: the layer that reads it knows its parts.
 
-    Attributes:
-        terms: `[S, B, H]` the term of this rank: zero for tokens of other ranks.
-        placeholder: what Megatron passes to the block: own rows `[S/R, B, H]` of NaN.
+    `terms` `[S, B, H]` of this rank are zero for tokens of other ranks. Megatron passes `placeholder` to the block: own
+    rows `[S/R, B, H]` of NaN.
     """
 
     def __init__(self, terms: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -79,10 +78,8 @@ class LayerHandoff:
 
     @contextmanager
     def block(self, chains: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """Inside the context a block runs `chains` of layers in this order. No pending output leaves its chain.
-
-        The order also holds after the context, where backward runs layers again (activation recomputation).
-        """
+        """Inside the context a block runs `chains` of layers in this order, and no pending output leaves its chain. The
+        order also holds after the context, where backward recomputes layers."""
         for layers in chains:
             self._next.update(zip(layers, [*layers[1:], None], strict=True))
         self._in_block = bool(chains)
@@ -113,11 +110,7 @@ class LayerHandoff:
         return pending
 
     def stored(self, x: object) -> PendingOutput | PendingEmbedding | None:
-        """As `take`, but it stays stored.
-
-        Raises:
-            RuntimeError: the embedding stored its output, and `x` is not its placeholder.
-        """
+        """As `take`, but it stays stored. RuntimeError: the embedding stored it, and `x` is not its placeholder."""
         pending = self._pending
         if pending is not None and pending.placeholder is x:
             return pending

@@ -97,9 +97,8 @@ class EmbeddedPart:
 class _StepOutput:
     """Output of a step before dropout and residual: a `PendingPart`.
 
-    Attributes:
-        output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
-        slot: where backward starts the all-gather of its gradient; see `reserve_slot`.
+    `output` is that of the row-parallel layer, whose sum over ranks may be in flight, and the bias. Backward starts the
+    all-gather of its gradient at `slot` (see `reserve_slot`).
     """
 
     block: _Block
@@ -122,9 +121,8 @@ class _StepOutput:
 class _Step:
     """One part in the attention or the MLP of a layer: a `PendingPart` that runs its linear layers.
 
-    Attributes:
-        source: the input of the block.
-        slot: where backward runs the wait of the next step of the other part; see `reserve_slot`.
+    `source` is the input of the block. In backward the wait of the next step of the other part runs at `slot` (see
+    `reserve_slot`).
     """
 
     block: _Block

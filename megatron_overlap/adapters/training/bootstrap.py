@@ -41,11 +41,7 @@ class UsageError(ValueError):
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
-    The script sees its own command line plus the plugin's flags.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the config file is wrong, or the run folder cannot be made.
+    UsageError: the command line is wrong. ConfigError: the config file is wrong, or the run folder cannot be made.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -79,10 +75,8 @@ class ScriptRun:
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        Raises:
-            UsageError: Megatron is not installed.
-            ConfigError: the plugin's off switch has an invalid value.
-            PatchError: the config is strict and a patch is refused, or a patch that this run needs is refused.
+        UsageError: Megatron is not installed. PatchError: a patch is refused that this run or a strict config needs.
+        ConfigError: the plugin's off switch has an invalid value.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -172,9 +166,9 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates the command line, Megatron's arguments of a launch on GPUs, with Megatron.
+    """Validates the command line, Megatron's arguments of a launch on WORLD_SIZE GPUs, with Megatron.
 
-    WORLD_SIZE is the number of ranks of the launch. Arguments that Megatron does not know belong to a custom script.
+    Arguments that Megatron does not know belong to a custom script.
     """
     from megatron_overlap.adapters import cpu
 

@@ -59,8 +59,7 @@ class UlyssesAdapter(Adapter):
 def attention_init(original: Method, session: Session) -> Method:
     """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
 
-    Raises:
-        UlyssesError: the layer has an option that Ulysses does not support.
+    UlyssesError: the layer has an option that Ulysses does not support.
     """
     session.adapter(UlyssesAdapter)
 
@@ -130,11 +129,10 @@ def scale_of(core: Any) -> float:
 
 
 def te_attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TEDotProductAttention.forward`.
+    """Replacement of `TEDotProductAttention.forward`; equals the original with TransformerEngine's context parallelism.
 
-    Equals the original with TransformerEngine's context parallelism. The kernel of each head group is the original
-    without context parallelism, so TransformerEngine selects flash, fused or unfused attention. A call that Ulysses
-    does not support runs the original and is counted.
+    The kernel of each head group is the original without context parallelism, so TransformerEngine selects flash, fused
+    or unfused attention. A call that Ulysses does not support runs the original and is counted.
     """
     adapter = session.adapter(UlyssesAdapter)
 

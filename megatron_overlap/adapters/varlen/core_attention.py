@@ -40,15 +40,9 @@ class VarlenError(ValueError):
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
-    """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
+    """The micro-batch, with position ids on the device, and its adapter. Megatron passes them to every attention."""
 
-    Attributes:
-        qkv_format: `sbhd`, so that Megatron does not use its own support of packed sequences.
-        batch: the micro-batch; its position ids are on the device.
-        adapter: computes attention.
-    """
-
-    qkv_format: str = "sbhd"
+    qkv_format: str = "sbhd"  # Megatron does not use its own support of packed sequences.
     batch: Batch
     adapter: VarlenAdapter
 
@@ -56,11 +50,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
 class VarlenAdapter(Adapter):
     """Planner, transports and loader thread that the attention layers and loaders of a session share.
 
-    Args:
-        session: owns and closes the resources.
-        group: the context-parallel ranks.
-        cost: cost model of the model's layers.
-        tokens: largest number of tokens of a micro-batch, over all ranks of the group.
+    `group` has the context-parallel ranks, `tokens` is the largest number of tokens of their micro-batch, and `cost`
+    the cost model of the layers.
     """
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
@@ -124,8 +115,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 class BalancedCoreAttention(torch.nn.Module):
     """Core attention for a layer spec, in place of Megatron's `DotProductAttention`.
 
-    Raises:
-        VarlenError: the layer has an option that balanced attention does not support.
+    VarlenError: the layer has an option that balanced attention does not support.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Loads micro-batches of whole documents: all ranks of a group read them, plan them and exchange their rows.
 
-A thread prepares the next micro-batch during the current step: it reads documents, gathers lengths, plans, exchanges
-rows, and computes the messages of attention.
+A thread prepares the next micro-batch, and the messages of its attention, during the current step.
 """
 
 from collections import deque
