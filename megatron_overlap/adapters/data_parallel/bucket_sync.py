@@ -145,9 +145,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
     def start(self: Any, force_sync: bool = False) -> None:
         config = self.ddp_config
         group = self.intra_distributed_optimizer_instance_group
-        if group.size() == 1 or (force_sync and self.param_gather_handle is not None):
-            return original(self, force_sync)
-        if adapter.selects_stock(self.buckets[0].grad_data):
+        finishes = force_sync and self.param_gather_handle is not None
+        if group.size() == 1 or finishes or adapter.selects_stock(self.buckets[0].grad_data):
             return original(self, force_sync)
         flag = None if config.overlap_param_gather else "--overlap-param-gather"
         reason: str | None = "layer-wise distributed optimizer"

@@ -53,6 +53,7 @@ class ScriptRun:
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--transformer-impl")
         try:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
@@ -61,6 +62,7 @@ class ScriptRun:
         if flags.overlap_config is not None:
             self._overlap, self._launch = load_overlap_file(flags.overlap_config)
         self._device = flags.overlap_device or self._launch.device
+        self._te_layers = flags.transformer_impl == "transformer_engine"
         if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
             raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
         self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
@@ -84,11 +86,8 @@ class ScriptRun:
         if self._device == "cpu":
             from megatron_overlap.adapters import cpu
 
-            parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            parser.add_argument("--transformer-impl")
-            implementation = parser.parse_known_args(self._argv[1:])[0].transformer_impl
             try:
-                cpu.install(te_layers=implementation == "transformer_engine", rehearsal=self._launch.rehearsal)
+                cpu.install(te_layers=self._te_layers, rehearsal=self._launch.rehearsal)
             except ModuleNotFoundError as error:
                 if error.name != "transformer_engine":
                     raise

@@ -60,7 +60,11 @@ class VarlenAdapter(Adapter):
         self._cost, ranks = cost, group.size()
         self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
         session.add_close(self.loader_thread.close)
-        self.transports = VarlenTransports.open(group, partial(_open_channel, session, group))
+
+        def open_channel(name: str) -> Transport:
+            return open_transport(session, group, name) if name else open_device_transport(session, group)
+
+        self.transports = VarlenTransports.open(group, open_channel)
         share = -(-tokens // ranks)
         self.capacity = share + -(-share // 16) if wanted.capacity == "auto" else wanted.capacity
         hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
@@ -98,10 +102,6 @@ class VarlenAdapter(Adapter):
         return balanced_attention(
             query, key, value, plan, group=self.transports, softmax_scale=scale, layout="linear", observer=observer
         )
-
-
-def _open_channel(session: Session, group: dist.ProcessGroup, name: str) -> Transport:
-    return open_transport(session, group, name) if name else open_device_transport(session, group)
 
 
 def nodes_of(hosts: Sequence[int]) -> int:
