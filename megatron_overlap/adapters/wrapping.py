@@ -36,9 +36,7 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
     """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
-
-    RuntimeError: a hook changes the input; the message ends with `remedy`.
-    """
+    RuntimeError: a hook changes the input; the message ends with `remedy`."""
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
             raise RuntimeError(

@@ -80,10 +80,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times on one machine, in microseconds; `precision` is the type of weights and activations.
-
-    ValueError: the profile has no peak for this precision.
-    """
+    """Times on one machine, in microseconds. ValueError: the profile has no peak for `precision`, that of tensors."""
 
     profile: ClusterProfile
     precision: Precision = "bf16"

@@ -65,12 +65,9 @@ def _apply(engine: Engine, feature: str) -> None:
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
     """Calls `adapt`, for a `rehearsal` without the entries of `load_permits` that a GPU machine refuses.
 
-    A run of `te_layers` takes TransformerEngine from its folder where it is not installed.
-
-    Raises:
-        ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
-        RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
-        PatchRefusedError: a patch is refused, or megatron-core is not installed.
+    A run of `te_layers` takes TransformerEngine from its folder where it is not installed. ModuleNotFoundError: it is
+    not there. RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
+    PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")

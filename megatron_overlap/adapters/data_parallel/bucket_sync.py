@@ -111,11 +111,8 @@ class DataParallelAdapter(Adapter):
 
 
 def start_grad_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`.
-
-    Equals the original: the sum (or mean) of the buckets' gradients over the data-parallel ranks: of the shard of this
-    rank with the distributed optimizer, of all elements without it.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`: the sum (or mean) of the buckets' gradients over the
+    data-parallel ranks, with the distributed optimizer of the shard of this rank alone."""
     adapter = session.adapter(DataParallelAdapter)
 
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
@@ -160,11 +157,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
 
 
 def finish_param_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`.
-
-    Equals the original without its warning that the all-gather of the next bucket is in flight already: the optimizer
-    step starts all of them.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`: without its warning that the all-gather of the next
+    bucket is in flight already, because the optimizer step starts all of them."""
 
     def finish(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group

@@ -46,10 +46,7 @@ class _SharedExperts:
 
 
 class ExpertAdapter(Adapter):
-    """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods.
-
-    `stock` has the replaced methods by name.
-    """
+    """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -58,7 +55,7 @@ class ExpertAdapter(Adapter):
         )
         self._overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone."""
-        self.stock: dict[str, Method] = {}
+        self.stock: dict[str, Method] = {}  # the replaced methods by name
         self.autotuner = GroupAutotuners(session, session.config.expert.method)
         self._calls: dict[tuple[object, ...], Call] = {}
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
@@ -147,10 +144,7 @@ class ExpertAdapter(Adapter):
         return known
 
     def routed_experts_compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Dispatches, computes and combines by the selected method.
-
-        Equals `combine(routed_experts_compute(*dispatch(hidden_states, probs)))` of the replaced methods.
-        """
+        """`combine(routed_experts_compute(*dispatch(hidden_states, probs)))` by the selected method."""
         if layer not in self._overlapped:
             return self.stock["routed_experts_compute"](layer, hidden_states, probs)
         if not self.autotuner.enabled:

@@ -31,10 +31,7 @@ _GENERATION = "generation: its attention reads a KV cache; the output projection
 
 
 def attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `Attention.forward`.
-
-    Equals the original: `linear_proj(core_attention(query, key, value))` after the same query, key and value.
-    """
+    """Replacement of `Attention.forward`: `linear_proj(core_attention(query, key, value))` as in the original."""
     adapter = session.adapter(LinearAdapter)
 
     @untraced

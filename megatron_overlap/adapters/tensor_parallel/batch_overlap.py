@@ -46,11 +46,10 @@ _POSITIONAL = ("hidden_states", "attention_mask")
 
 
 def block_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerBlock.forward`.
+    """Replacement of `TransformerBlock.forward`: the original, with the order of its layers recorded.
 
-    Runs the original, and records the order of its layers: the output of the last layer that backward recomputes is not
-    read. With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or
-    of each sequence if the batch does not split.
+    With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or of each
+    sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
@@ -110,10 +109,10 @@ def block_forward(original: Method, session: Session) -> Method:
 
 
 def layer_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerLayer.forward`.
+    """Replacement of `TransformerLayer.forward`; equal, because each row of a micro-batch is computed independently.
 
-    Equals the original: the layer computes each row of a micro-batch independently of the others. With full
-    recomputation the MLP of the last layer of a recomputed part ends before its last linear layer, whose output is NaN.
+    With full recomputation the MLP of the last layer of a recomputed part ends before its last linear layer, whose
+    output no code reads: it is NaN.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
@@ -229,11 +228,8 @@ _READERS = ("decoder_input", "output_processor", "extra_block_kwargs")
 
 
 def model_forward(original: Method, session: Session) -> Method:
-    """Replacement of `GPTModel.forward`.
-
-    Runs the original. Where only the first layer of its block reads the output of the embedding, that layer completes
-    the output if it runs in batch overlap; else the block does.
-    """
+    """Replacement of `GPTModel.forward`: the original. Where only the first layer of its block reads the output of the
+    embedding, that layer completes the output if it runs in batch overlap; else the block does."""
     adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 

@@ -265,10 +265,7 @@ class LinearAdapter(Adapter):
 
 
 class P2PBackend:
-    """Runs the operation with point-to-point messages between partial GEMMs, which `plan` cuts and orders.
-
-    Reasons are the same on every rank of the group.
-    """
+    """Runs point-to-point messages between partial GEMMs, by `plan`. Reasons are the same on all ranks of the group."""
 
     def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
         self._adapter, self._plan = adapter, plan

@@ -32,10 +32,8 @@ class InputPart:
 
 
 class PendingOutput:
-    """The output of a layer, in parts whose sums over ranks may be in flight.
-
-    Megatron passes `placeholder` from layer to layer: the shape of the output, filled with NaN.
-    """
+    """The output of a layer, in parts whose sums over ranks may be in flight. Megatron passes `placeholder` from layer
+    to layer: the shape of the output, filled with NaN."""
 
     def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)

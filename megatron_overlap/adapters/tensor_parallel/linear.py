@@ -45,11 +45,8 @@ _MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
-    """Replacement of `ColumnParallelLinear._forward_impl`.
-
-    Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism; without it
-    `input @ weight.T + bias`, whose input gradient is summed over ranks.
-    """
+    """Replacement of `ColumnParallelLinear._forward_impl`: `all_gather(input) @ weight.T + bias` under sequence
+    parallelism; without it `input @ weight.T + bias`, whose input gradient is summed over ranks."""
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
@@ -83,11 +80,8 @@ def column_forward_impl(original: Method, session: Session) -> Method:
 
 
 def row_forward(original: Method, session: Session) -> Method:
-    """Replacement of `RowParallelLinear.forward`.
-
-    Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, without it
-    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
-    """
+    """Replacement of `RowParallelLinear.forward`: `reduce_scatter(input @ weight.T)` under sequence parallelism, else
+    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`."""
     adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
@@ -111,10 +105,8 @@ def row_forward(original: Method, session: Session) -> Method:
 def linear_forward(original: Method, session: Session) -> Method:
     """Replacement of the `forward` of `TELinear` and of `TELayerNormColumnParallelLinear`.
 
-    Equals the original. A column-parallel layer is `all_gather(x) @ weight.T + bias` under sequence parallelism,
-    without it `x @ weight.T + bias`, whose input gradient is summed over ranks; a norm before it runs on `x`. A
-    row-parallel layer is `reduce_scatter(x @ weight.T)` under sequence parallelism, without it
-    `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
+    A column- or row-parallel layer computes what `column_forward_impl` and `row_forward` do; a norm before it runs on
+    `x`. Either bias is returned instead of added with `skip_bias_add`.
     """
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
@@ -145,11 +137,8 @@ def grouped_linear_forward(original: Method, session: Session) -> Method:
 
 
 def fused_mlp_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TEFusedMLP.forward`.
-
-    Equals the original: `MLP.forward` computes the same from the same parameters, and calls the `forward` of both
-    linear layers. Where one of them is not supported, the original runs and both are counted as fallbacks.
-    """
+    """Replacement of `TEFusedMLP.forward`: `MLP.forward` computes the same, and calls the `forward` of both linear
+    layers. Where one of them is not supported, the original runs and both are counted as fallbacks."""
     adapter = session.adapter(LinearAdapter)
 
     @untraced
@@ -171,10 +160,9 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
 def inference_linear_forward(original: Method, session: Session) -> Method:
     """Replacement of `forward` of the three parallel linear layers of `inference_optimized`.
 
-    Equals the original, without bias: `all_gather(x) @ weight.T`, after an RMSNorm in
-    `InferenceLayerNormColumnParallelLinear`, or `reduce_scatter(x @ weight.T)`. Megatron's kernels run communication
-    and GEMM one after the other. Training, one tensor-parallel rank, CUDA graphs and calls below the threshold of
-    forward-only calls run the original. Not yet run on a GPU.
+    It has no bias; an RMSNorm may precede it. Megatron's kernels run communication and GEMM one after the other.
+    Training, one tensor-parallel rank, CUDA graphs and calls below the threshold of forward-only calls run the
+    original. Not yet run on a GPU.
     """
     from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel  # it needs TransformerEngine
 

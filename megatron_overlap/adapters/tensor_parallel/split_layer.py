@@ -35,12 +35,9 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 class _Block:
     """The attention or the MLP of a layer, the norm before it, and its first and last linear layer.
 
-    In TransformerEngine `column` may hold the norm.
-
-    Attributes:
-        num_wgrads: `AllReduceMessages.num_wgrads` of both parts. In backward the first all-reduce of a layer has only
-            the MLP of the other part beside it, so all weight gradients postponed until then run there; the remaining
-            ones run at the last.
+    In TransformerEngine `column` may hold the norm. `num_wgrads` is `AllReduceMessages.num_wgrads` of both parts: in
+    backward the first all-reduce of a layer has only the MLP of the other part beside it, so all weight gradients
+    postponed until then run there; the remaining ones run at the last.
     """
 
     layer: Any

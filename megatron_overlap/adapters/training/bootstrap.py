@@ -40,9 +40,7 @@ class UsageError(ValueError):
 
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
-
-    UsageError: the command line is wrong. ConfigError: the config file is wrong, or the run folder cannot be made.
-    """
+    UsageError: the command line is wrong. ConfigError: the config file is wrong, or the run folder cannot be made."""
 
     def __init__(self, argv: list[str]) -> None:
         if not argv or argv[0].startswith("-"):
@@ -165,10 +163,8 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates the command line, Megatron's arguments of a launch on WORLD_SIZE GPUs, with Megatron.
-
-    Arguments that Megatron does not know belong to a custom script.
-    """
+    """Validates the command line, Megatron's arguments of a launch on WORLD_SIZE GPUs, with Megatron. Arguments that it
+    does not know belong to a custom script."""
     from megatron_overlap.adapters import cpu
 
     has_te = transformer_engine_available()

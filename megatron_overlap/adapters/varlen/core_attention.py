@@ -113,10 +113,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of Megatron's `DotProductAttention`.
-
-    VarlenError: the layer has an option that balanced attention does not support.
-    """
+    """Core attention for a layer spec, in place of `DotProductAttention`. VarlenError: an unsupported option."""
 
     def __init__(
         self,
