@@ -12,7 +12,6 @@ import os
 import sys
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -104,8 +103,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            with mock.patch.dict(os.environ, NVTE_PROJECT_BUILDING="1"):
+            previous = os.environ.get("NVTE_PROJECT_BUILDING")
+            os.environ["NVTE_PROJECT_BUILDING"] = "1"
+            try:
                 execute(module)
+            finally:
+                if previous is None:
+                    del os.environ["NVTE_PROJECT_BUILDING"]
+                else:
+                    os.environ["NVTE_PROJECT_BUILDING"] = previous
             module.load_framework_extension = lambda _framework: sys.modules.update({NATIVE_MODULE: native_module()})
 
         spec.loader.exec_module = exec_module
