@@ -122,9 +122,7 @@ class Session(AbstractContextManager["Session"]):
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
         """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
 
-        Raises:
-            PatchRefusedError: a patch is refused, and the patches are required or the config is strict; nothing is
-                changed then.
+        PatchRefusedError: a patch is refused, and the patches are required or the config is strict; nothing is changed.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
         return self._apply(self._engine.plan(set(features) - known), required=required)

@@ -26,11 +26,6 @@ def untraced(method: Method) -> Method:
     return run
 
 
-def replaces(original: Method) -> Callable[[Method], Method]:
-    """Decorates the replacement of `original`, which gets its name and is `untraced`."""
-    return lambda method: untraced(functools.wraps(original)(method))
-
-
 def with_globals(function: Any, names: dict[str, Any]) -> Method:
     """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
     replaced = {**function.__globals__, **names}
@@ -41,10 +36,7 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
     """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
-
-    Raises:
-        RuntimeError: a hook changes the input; the message ends with `remedy`.
-    """
+    RuntimeError: a hook changes the input; the message ends with `remedy`."""
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
             raise RuntimeError(

@@ -1,9 +1,4 @@
-"""Candidates that run a linear layer or a block, the kind of call that they are compared for, and stored selections.
-
-The next run of the same kind starts with the stored selections: one JSON file for each kind of call in each environment
-(hardware, versions, topology). Files are private to their user, written beside their place and renamed. Files that
-cannot be read are ignored with one warning.
-"""
+"""Candidates that run a linear layer or a block, the kind of call that they are compared for, and stored selections."""
 
 import hashlib
 import json
@@ -26,8 +21,8 @@ class Candidate:
     """One way to run a linear layer or a block of transformer layers, forward and backward.
 
     Attributes:
-        method: of a linear layer: the stock path, point-to-point messages, or fused kernels. Of a block: its linear
-            layers with their own candidates, or batch overlap, with parts of the batch or of each sequence.
+        method: of a linear layer the first three; of a block its linear layers with their own candidates, or batch
+            overlap, with parts of the batch or of each sequence.
         pattern: of p2p; None takes that of the device.
         chunks_per_rank: of p2p; None takes a number from the rows and their bytes.
         knobs: options of fused that differ from their defaults, in the order of `schedules.heuristics.KNOBS`.
@@ -90,7 +85,11 @@ class Call:
 
 
 class AutotuneCache:
-    """Selections of one environment (releases, hardware, topology) in `folder`, by the names of their candidates."""
+    """Selections of one environment (releases, hardware, topology) in `folder`, by the names of their candidates.
+
+    The next run in the environment starts with them. Each kind of call has one JSON file, private to its user, written
+    beside its place and renamed. Files that cannot be read are ignored with one warning.
+    """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder, self._environment, self._warned = folder, dict(environment), False

@@ -80,11 +80,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times on one machine; `precision` is the type of weights and activations.
-
-    Raises:
-        ValueError: the profile has no peak for this precision.
-    """
+    """Times on one machine, in microseconds. ValueError: the profile has no peak for `precision`, that of tensors."""
 
     profile: ClusterProfile
     precision: Precision = "bf16"
@@ -146,10 +142,8 @@ class CostModel:
         return calls * (self.launch_us if loop else call.value)
 
     def attention_us(self, flops: float, *, backward: bool = False, fused: bool = True) -> float:
-        """Time of fused attention with `flops` operations, the masked ones not counted.
-
-        Not `fused`: the products of attention that keeps its scores, masked ones counted. Their rate is that of
-        attention if the profile has a rate of the scores, else that of a GEMM.
+        """Time of fused attention with `flops` operations, without the masked ones. Not `fused`: of the products of
+        attention that keeps its scores, masked ones counted, at the rate of a GEMM if the profile has none of scores.
         """
         device = self.profile.device
         share = device.attention_backward if backward else device.attention_forward
@@ -229,10 +223,7 @@ class CostModel:
         return 0.0 if busy is None else busy.value
 
     def late_us(self, computed_us: float) -> float:
-        """Rank skew after a computation time since the last synchronization.
-
-        Linear between the points of the profile from (0, 0), extrapolated beyond the last one; at least 0.
-        """
+        """Rank skew after a computation time since the last synchronization: see `Contention.late`; at least 0."""
         low = below = slope = 0.0
         for point in self.profile.contention.late:
             high, above = point.computed_us.value, point.late_us.value

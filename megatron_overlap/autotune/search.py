@@ -112,10 +112,8 @@ class Search[C: Hashable]:
     and doubles the trials of the rest. The base, at first the stock path, wins ties. A recheck searches again with the
     selected candidate as the base, and reverts to the stock path if that is faster.
 
-    Args:
-        candidates: of round 0; the first is the stock path, which runs until something is measured.
-        cached: a selection of an earlier run or of a model, which runs at once.
-        neighbours: variants of a candidate, measured beside it when it wins.
+    The first of `candidates`, the stock path, runs until something is measured. `cached`, a selection of an earlier run
+    or of a model, runs at once. The `neighbours` of a candidate are measured beside it when it wins.
     """
 
     def __init__(

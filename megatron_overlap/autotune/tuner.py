@@ -57,9 +57,7 @@ type Samples = tuple[list[Span], list[Span]]  # the timed calls in their order, 
 class Kind:
     """Calls that run the same candidate; without sequence parallelism all layers of one number of rows.
 
-    Attributes:
-        call: the first call of the kind. The search makes one step whenever this call repeats.
-        samples: of the candidates of the present search, for each call.
+    `call` is the first one; the search makes one step whenever it repeats. `samples` are those of the present search.
     """
 
     call: Call
@@ -90,10 +88,8 @@ class Kind:
 class Autotuner:
     """The autotuner of one group. All ranks call `run` for the same calls in the same order, as layers run.
 
-    Args:
-        folder: of the cache; None keeps no cache.
-        versions: that a selection depends on.
-        timeout_s: deadline of an exchange between the ranks.
+    `folder` has the cache, if it is not None. A selection depends on `versions`. `timeout_s` is the deadline of an
+    exchange between the ranks.
     """
 
     def __init__(
@@ -121,11 +117,9 @@ class Autotuner:
             leaves: input and weight: the graph of the call ends there.
             candidates: of the call, the base first; called once for each kind.
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
-            modelled: candidate that runs until the first recheck. The recheck measures all candidates. None measures
-                them at once.
+            modelled: candidate that runs until the first recheck measures all; None measures them at once.
 
-        Raises:
-            AutotuneError: another rank runs another call.
+        AutotuneError: another rank runs another call.
         """
         # Without sequence parallelism weight gradients move from layer to layer (ops/wgrad.py): one layer pays
         # for the gain of another, so only the sum over all layers can be compared.

@@ -1,7 +1,4 @@
-"""Cluster profiles: the rates and latencies that `simulate` and the cost model use.
-
-The module imports neither torch nor Megatron. Every number has a source; a profile without sources is refused.
-"""
+"""Cluster profiles: the rates and latencies that `simulate` and the cost model use. Every number has a source."""
 
 import itertools
 import math

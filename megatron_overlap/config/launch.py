@@ -1,8 +1,7 @@
-"""The keys of a launch config with type, default and unit. The module imports neither torch nor Megatron.
+"""The keys of a launch config with type, default and unit.
 
-Sections are frozen and refuse unknown keys. Types are strict: `"8"` and `true` are not numbers. `validation.py` checks
-combinations of keys. A `model` section merges the defaults of the architecture, the named shape and the keys of the
-section; `configs/models/presets.yaml` has the first two.
+`validation.py` checks combinations of keys. A `model` section merges the defaults of the architecture, the named shape
+and the keys of the section; `configs/models/presets.yaml` has the first two.
 """
 
 from collections.abc import Mapping

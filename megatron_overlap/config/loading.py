@@ -43,12 +43,10 @@ class LaunchConfig(LaunchFields):
 
 
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
-    """Read, merge and validate a launch config.
+    """Read, merge and validate a launch config; with `inputs` also check that its data, script and checkpoint exist.
 
-    Args:
-        path: YAML file; its `base` files are read first: a file relative to it, or the name of a shipped config.
-        overrides: `key=value` texts, applied last; `overlap.*.method=none` reaches every method.
-        inputs: also check that its files (data, script, checkpoint) exist.
+    The `base` files are read first: files relative to `path`, or names of shipped configs. Overrides are `key=value`
+    texts, applied last; `overlap.*.method=none` reaches every method.
     """
     composed = _compose(path, overrides)
     config = validate(LaunchConfig, composed)
@@ -122,9 +120,8 @@ def dump_config(config: LaunchConfig | OverlapConfig) -> str:
 def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """The same launch without the plugin: every overlap method none, `_baseline` added to the name.
 
-    Megatron's data parallel overlap stays, so that a comparison measures the plugin only. Ulysses stays with exposed
-    all-to-alls where Megatron has no context parallelism: in local layers, and on the CPU. Variable-length
-    attention becomes `ring`, which shards every document over all ranks.
+    Megatron's data parallel overlap stays. Ulysses stays with exposed all-to-alls where Megatron has no context
+    parallelism: in local layers, and on the CPU. Variable-length attention becomes `ring`.
     """
     off = config.overlap.model_dump()
     off["tensor"]["method"] = "none"

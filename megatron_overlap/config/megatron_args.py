@@ -3,7 +3,6 @@
 The tables map keys to flags. A flag in `megatron_args` that a key sets is an error.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,40 +15,27 @@ TWO_MICROBATCHES = "--overlap-moe-expert-parallel-comm"
 """Megatron's overlap of experts: the forward of one micro-batch with the backward of another."""
 TE_OVERLAP_ADVICE = "TransformerEngine overlaps with this flag; remove the flag, or use overlap.tensor.method=none"
 
+
+def _same(section: str, flags: str) -> dict[str, str]:
+    """Flags whose keys have the same names: `--hidden-size` is `hidden_size`."""
+    return {f"--{flag}": f"{section}.{flag.replace('-', '_')}" for flag in flags.split()}
+
+
 # Flags with a value, and the key of the value. A null value omits the flag.
 VALUES: Mapping[str, str] = {
-    "--num-layers": "model.num_layers",
-    "--hidden-size": "model.hidden_size",
-    "--ffn-hidden-size": "model.ffn_hidden_size",
-    "--num-attention-heads": "model.num_attention_heads",
-    "--kv-channels": "model.kv_channels",
-    "--vocab-size": "model.vocab_size",
-    "--max-position-embeddings": "model.max_position_embeddings",
-    "--normalization": "model.normalization",
-    "--norm-epsilon": "model.norm_epsilon",
-    "--hidden-dropout": "model.hidden_dropout",
-    "--attention-dropout": "model.attention_dropout",
-    "--init-method-std": "model.init_method_std",
+    **_same("model", "num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels vocab-size"),
+    **_same("model", "max-position-embeddings normalization norm-epsilon"),
+    **_same("model", "hidden-dropout attention-dropout init-method-std"),
     "--tensor-model-parallel-size": "parallel.tensor",
     "--context-parallel-size": "parallel.context",
     "--pipeline-model-parallel-size": "parallel.pipeline",
-    "--seq-length": "train.seq_length",
-    "--micro-batch-size": "train.micro_batch_size",
-    "--global-batch-size": "train.global_batch_size",
+    **_same("train", "seq-length micro-batch-size global-batch-size"),
     "--train-iters": "train.iterations",
-    "--lr": "train.lr",
-    "--min-lr": "train.min_lr",
-    "--lr-decay-style": "train.lr_decay_style",
+    **_same("train", "lr min-lr lr-decay-style"),
     "--lr-warmup-iters": "train.lr_warmup_iterations",
-    "--weight-decay": "train.weight_decay",
-    "--clip-grad": "train.clip_grad",
-    "--seed": "train.seed",
-    "--transformer-impl": "train.transformer_impl",
-    "--eval-interval": "train.eval_interval",
+    **_same("train", "weight-decay clip-grad seed transformer-impl eval-interval"),
     "--eval-iters": "train.eval_iterations",
-    "--log-interval": "train.log_interval",
-    "--save": "train.save",
-    "--load": "train.load",
+    **_same("train", "log-interval save load"),
     "--ckpt-format": "train.checkpoint_format",
 }
 
@@ -110,7 +96,7 @@ def to_megatron_args(cfg: LaunchFields) -> list[str]:
         if (value := value_at(cfg, key)) is not None:
             args += [flag, str(value)]
     args += [flag for flag, (key, setting) in SWITCHES.items() if value_at(cfg, key) == setting]
-    args += [*_model(cfg), *_train(cfg), *_data(cfg), *_device(cfg)]
+    args += _derived(cfg)
     if cfg.overlap.varlen.method != "none":
         # The plugin loads the documents. Ranks have different numbers of tokens, so the loss is averaged over tokens.
         needed = ("--dataloader-type=external", "--calculate-per-token-loss")
@@ -154,17 +140,14 @@ def key_of(flag: str, device: str) -> str | None:
     return VALUES.get(flag, DERIVED.get(flag))
 
 
-def _model(cfg: LaunchFields) -> Iterator[str]:
-    model = cfg.model
+def _derived(cfg: LaunchFields) -> Iterator[str]:
+    """The flags of `DERIVED`, and those without a key that every run needs."""
+    model, train, data, on_cpu = cfg.model, cfg.train, cfg.data, cfg.launch.device == "cpu"
     if model.num_query_groups != model.num_attention_heads:
         yield from ("--group-query-attention", "--num-query-groups", str(model.num_query_groups))
     yield from ("--position-embedding-type", "rope" if model.rotary else "learned_absolute")
     if model.rotary:
         yield from ("--rotary-base", str(model.rotary_base))
-
-
-def _train(cfg: LaunchFields) -> Iterator[str]:
-    train = cfg.train
     yield from ("--lr-decay-iters", str(train.lr_decay_iterations or train.iterations))
     if train.save is not None:
         yield from ("--save-interval", str(train.save_interval or train.iterations))
@@ -172,25 +155,27 @@ def _train(cfg: LaunchFields) -> Iterator[str]:
         yield from ("--recompute-granularity", "selective")
     if train.recompute == "full":
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    if train.gradient_accumulation_fusion is False or cfg.launch.device == "cpu":
+    if train.gradient_accumulation_fusion is False or on_cpu:
         yield "--no-gradient-accumulation-fusion"
     if cfg.num_weight_copies > 1 and cfg.overlap.data.method != "none":
         yield "--overlap-grad-reduce"
         if train.distributed_optimizer:
             yield "--overlap-param-gather"
     yield "--log-throughput"
-
-
-def _data(cfg: LaunchFields) -> Iterator[str]:
-    data = cfg.data
     if data.path is not None:
         yield from ("--data-path", data_prefix(data.kind, data.path))
-    yield from ("--split", data.split or ("969,30,1" if cfg.train.eval_iterations else "100,0,0"))
-    workers = data.workers if data.workers is not None else (0 if cfg.launch.device == "cpu" else 2)
+    yield from ("--split", data.split or ("969,30,1" if train.eval_iterations else "100,0,0"))
+    workers = data.workers if data.workers is not None else (0 if on_cpu else 2)
     yield from ("--num-workers", str(workers))
     if not any(flag == "--tokenizer-type" for _, flag in flags_in(cfg.megatron_args)):
         # Training needs token ids only; this tokenizer reads no file.
         yield from ("--tokenizer-type", "NullTokenizer")
+    if on_cpu:
+        for flag, value in CPU_VALUES.items():
+            yield from (flag, value)
+        yield from REHEARSAL_SWITCHES if cfg.launch.rehearsal else CPU_SWITCHES
+    else:
+        yield from ("--attention-backend", train.attention_backend)
 
 
 def data_prefix(kind: str, path: str) -> str:
@@ -198,11 +183,3 @@ def data_prefix(kind: str, path: str) -> str:
     if kind == "text":
         return f"{path.rstrip('/')}/tokens"  # the pair of scripts/prepare_data.py
     return path.removesuffix(".bin").removesuffix(".idx")
-
-
-def _device(cfg: LaunchFields) -> Iterator[str]:
-    if cfg.launch.device == "cpu":
-        yield from itertools.chain(*CPU_VALUES.items())
-        yield from REHEARSAL_SWITCHES if cfg.launch.rehearsal else CPU_SWITCHES
-    else:
-        yield from ("--attention-backend", cfg.train.attention_backend)

@@ -23,8 +23,8 @@ def resource_folder(folder: str) -> Path:
 def transformer_engine_folder() -> Path | None:
     """Folder with TransformerEngine's Python for ranks without a GPU; None where it is not installed.
 
-    `scripts/setup.sh` fills `.transformer_engine` of the checkout; MEGATRON_OVERLAP_TE names another folder. The
-    package must not be in the environment itself: without a GPU it raises at import, and Megatron imports it there.
+    `scripts/setup.sh` fills `.transformer_engine` of the checkout; MEGATRON_OVERLAP_TE names another folder. Megatron
+    would import it from the environment itself, where it raises without a GPU.
     """
     folder = Path(os.environ.get("MEGATRON_OVERLAP_TE") or _PACKAGE.parent / ".transformer_engine")
     return folder if (folder / "transformer_engine").is_dir() else None

@@ -45,7 +45,7 @@ Folder = Annotated[str, AfterValidator(_is_folder)]
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen and strict, without unknown keys."""
+    """Base class of all sections: frozen, without unknown keys, and strict: `"8"` and `true` are not numbers."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -61,9 +61,7 @@ class Engine:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
         Attributes to which other code has assigned a replacement get the original as well; they are returned.
-
-        Raises:
-            RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
+        RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
         undone = [(finding, ours) for finding, ours in self._undo(0) if finding.manifest.unchecked is None]
@@ -113,7 +111,7 @@ class Engine:
             replacement.__name__, replacement.__qualname__ = function.__name__, function.__qualname__
             replacement.__module__ = finding.made_by.__module__
             replacement.__doc__ = function.__doc__
-            replacement.__dict__.setdefault("__wrapped__", function)
+            replacement.__dict__["__wrapped__"] = function
         if isinstance(finding.original, staticmethod | classmethod):
             return type(finding.original)(replacement)
         return replacement

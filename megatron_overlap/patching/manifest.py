@@ -107,13 +107,10 @@ class Permit(Section):
 
 
 def load_manifest_file(path: Path) -> list[Manifest]:
-    """Reads the manifests of one file.
+    """Reads the manifests of one file, without its `permits`.
 
     A file holds the keys of one `Manifest`, or `targets`: a mapping of targets to the keys that differ between them,
-    beside the keys that they share. `permits` belongs to the file (`load_permits`).
-
-    Raises:
-        ManifestError: the file is unreadable, is not YAML, or does not describe a patch.
+    beside the keys that they share. ManifestError: the file is unreadable, not YAML, or does not describe a patch.
     """
     content = _mapping(path)
     content.pop("permits", None)
@@ -144,8 +141,7 @@ def load_permits() -> list[Permit]:
 def load_manifests(folder: Path | None = None) -> tuple[Manifest, ...]:
     """Reads every `*.yaml` of a folder and its subfolders, sorted by path; None: this package's own manifests.
 
-    Raises:
-        ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
+    ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
     """
     folder = folder or resource_folder("patches")
     files = sorted(folder.rglob("*.yaml"))

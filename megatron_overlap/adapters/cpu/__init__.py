@@ -1,7 +1,7 @@
 """Runs Megatron-LM on a machine without a GPU: CPU tensors, gloo, one process per rank.
 
-The patches are in `patches/cpu/`, each with its reason. Nothing is replaced on a machine that trains on CUDA. Where
-TransformerEngine is installed, `te_module` takes the place of its native module.
+The patches are in `patches/cpu/`, each with its reason. Where TransformerEngine is installed, `te_module` takes the
+place of its native module.
 """
 
 import importlib.util
@@ -21,13 +21,10 @@ TORCH = "cpu_torch"
 
 
 def adapt(left_out: Collection[Permit] = ()) -> Engine:
-    """Adapts torch, then Megatron, to the CPU; returns the engine that can revert the patches.
+    """Adapts torch, then Megatron, to the CPU, without `left_out`; returns the engine that can revert the patches.
 
     After a revert, modules of Megatron that were imported keep what they stored by value, and TransformerEngine keeps
-    the CPU kernels. Entries of `load_permits` in `left_out` are not installed.
-
-    Raises:
-        PatchRefusedError: a patch is refused; nothing is changed then.
+    the CPU kernels. PatchRefusedError: a patch is refused; nothing is changed then.
     """
     targets = {target for permit in left_out for target in permit.targets}
     names = {permit.name for permit in left_out}
@@ -66,17 +63,11 @@ def _apply(engine: Engine, feature: str) -> None:
 
 
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
-    """Finds TransformerEngine where the run needs it, and calls `adapt`.
+    """Calls `adapt`, for a `rehearsal` without the entries of `load_permits` that a GPU machine refuses.
 
-    Args:
-        te_layers: the run builds TransformerEngine layers: TransformerEngine is taken from its folder where it is not
-            installed.
-        rehearsal: refuse what a GPU machine refuses: leave out the entries of `load_permits` with a remedy.
-
-    Raises:
-        ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
-        RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
-        PatchRefusedError: a patch is refused, or megatron-core is not installed.
+    A run of `te_layers` takes TransformerEngine from its folder where it is not installed. ModuleNotFoundError: it is
+    not there. RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
+    PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")

@@ -20,13 +20,12 @@ def called_by_te() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine.")
 
 
-def called_by_megatron(depth: int = 2) -> bool:
+def called_by_megatron() -> bool:
     """Whether the caller's caller is Megatron code or the training script.
 
-    Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver. `depth`:
-    frames between this function and the code in question.
+    Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver.
     """
-    name = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    name = str(sys._getframe(2).f_globals.get("__name__", ""))
     return name in ("megatron", "__main__") or name.startswith("megatron.")
 
 

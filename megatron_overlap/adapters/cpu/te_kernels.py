@@ -71,9 +71,8 @@ def generic_gemm(
 ) -> tuple[_Tensor, _Tensor | None, None, _Tensor | None]:
     """`out = alpha * op(b) @ op(a)`, added to `out` with `accumulate`; cuBLAS's column-major order, read in rows.
 
-    Returns:
-        The product, the gradient of the bias (with `grad` and a bias: the sum of the rows of `b`), None, and
-        `extra_output`.
+    Returns the product, the gradient of the bias (with `grad` and a bias: the sum of the rows of `b`), None, and
+    `extra_output`.
     """
     _high_precision(quantizer, a, b)
     if gelu or comm_overlap is not None:

@@ -1,8 +1,7 @@
 """Puts PyTorch kernels in place of TransformerEngine's native module on a machine without a GPU.
 
 TransformerEngine (TE) is Python over a native module, `transformer_engine_torch`, whose kernels need a GPU. `install`
-makes TE import a module with the kernels of `te_kernels` instead of its native module. TE's Python is unchanged. A
-kernel without an implementation raises NotImplementedError with its name. Enumerations are those of TE 2.20.2;
+makes TE import a module with the kernels of `te_kernels` instead. Enumerations are those of TE 2.20.2;
 `scripts/te_signatures.py` compares them and the kernels with the true module.
 """
 

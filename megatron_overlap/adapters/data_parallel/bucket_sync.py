@@ -91,13 +91,10 @@ class DataParallelAdapter(Adapter):
         self.session.counters.overlapped(*_site(op, bucket), rounds * bytes_of_peers)
 
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
-        """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
+        """Whether the stock path runs the collective `op` of a bucket group, for a flag that is off or a reason.
 
-        The cause is a Megatron flag that is off, or another reason.
-
-        Raises:
-            MissingFlagError: a flag is off, and the configured method is `p2p`.
-            FallbackError: the configuration is strict.
+        The fallback is counted. MissingFlagError: a flag is off, and the configured method is `p2p`. FallbackError: the
+        configuration is strict.
         """
         if flag is not None:
             if self.session.config.data.method == "p2p":
@@ -114,11 +111,8 @@ class DataParallelAdapter(Adapter):
 
 
 def start_grad_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`.
-
-    Equals the original: the sum (or mean) of the buckets' gradients over the data-parallel ranks: of the shard of this
-    rank with the distributed optimizer, of all elements without it.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`: the sum (or mean) of the buckets' gradients over the
+    data-parallel ranks, with the distributed optimizer of the shard of this rank alone."""
     adapter = session.adapter(DataParallelAdapter)
 
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
@@ -148,9 +142,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
     def start(self: Any, force_sync: bool = False) -> None:
         config = self.ddp_config
         group = self.intra_distributed_optimizer_instance_group
-        if group.size() == 1 or (force_sync and self.param_gather_handle is not None):
-            return original(self, force_sync)
-        if adapter.selects_stock(self.buckets[0].grad_data):
+        finishes = force_sync and self.param_gather_handle is not None
+        if group.size() == 1 or finishes or adapter.selects_stock(self.buckets[0].grad_data):
             return original(self, force_sync)
         flag = None if config.overlap_param_gather else "--overlap-param-gather"
         reason: str | None = "layer-wise distributed optimizer"
@@ -164,11 +157,8 @@ def start_param_sync(original: Method, session: Session) -> Method:
 
 
 def finish_param_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`.
-
-    Equals the original without its warning that the all-gather of the next bucket is in flight already: the optimizer
-    step starts all of them.
-    """
+    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`: without its warning that the all-gather of the next
+    bucket is in flight already, because the optimizer step starts all of them."""
 
     def finish(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group

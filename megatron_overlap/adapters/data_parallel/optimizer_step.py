@@ -28,12 +28,9 @@ _INNER = "params"
 def step_with_ready_grads(original: Method, session: Session) -> Method:
     """Replacement of `MixedPrecisionOptimizer.step_with_ready_grads`, for `DistributedOptimizer`.
 
-    Equals the original bit by bit: steps the shards of this rank and writes them to the model's parameters. The buckets
-    of the first layers are stepped first, and the all-gather of each starts at once. Megatron starts the first
-    all-gather in the next forward, and each further one after the one before it is complete.
-
-    Runs after gradient clipping, which needs all gradients. Megatron does not call it where fp16 loss scaling skips a
-    step.
+    Equals the original bit by bit. The buckets of the first layers are stepped first, and the all-gather of each starts
+    at once. Megatron starts the first all-gather in the next forward, and each further one after the one before it.
+    Megatron calls this function after gradient clipping, and not where fp16 loss scaling skips a step.
     """
     adapter, counters = session.adapter(DataParallelAdapter), session.counters
 

@@ -4,7 +4,7 @@ A program that makes its own groups is checked group by group, when the first tr
 """
 
 import sys
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,20 +39,17 @@ class ConsistencyCheck(Adapter):
         super().__init__(session)
         self._world: dist.ProcessGroup | None = None  # the group of all ranks, once they passed the check
         self._groups: set[dist.ProcessGroup] = set()
-        self._flight_recorder: FlightRecorder | None = None
 
-    @property
+    @cached_property
     def flight_recorder(self) -> FlightRecorder:
         """The flight recorder of this rank; made at first use, which needs torch.distributed."""
-        if self._flight_recorder is None:
-            session = self.session
-            self._flight_recorder = FlightRecorder(dist.get_rank(), session, session.consistency_facts())
-            session.add_close(self._flight_recorder.close)
-        return self._flight_recorder
+        recorder = FlightRecorder(dist.get_rank(), self.session, self.session.consistency_facts())
+        self.session.add_close(recorder.close)
+        return recorder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
-        return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
+        return self.flight_recorder.post_mortem(error) if "flight_recorder" in self.__dict__ else None
 
     def start(self) -> None:
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
@@ -75,11 +72,12 @@ class ConsistencyCheck(Adapter):
         if "megatron.training.training" in sys.modules:  # this process runs Megatron's training loop
             self.session.apply_patches({"training"})
 
-    def check_group(self, group: dist.ProcessGroup) -> None:
-        """Compares the facts of the ranks of `group`, unless all ranks of the job passed the check."""
+    def recorder_of(self, group: dist.ProcessGroup) -> FlightRecorder:
+        """The flight recorder. Before, the ranks of `group` are compared, if the job did not pass the check."""
         if self._world is None and group not in self._groups:
             self._compare(group)
             self._groups.add(group)
+        return self.flight_recorder
 
     def _compare(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -92,9 +90,8 @@ class ConsistencyCheck(Adapter):
         """Drops everything of the old process groups, as after an in-process restart: their peers may have ended."""
         self.session.drop_adapters()
         self.session.transports.close()
-        if self._flight_recorder is not None:
-            self._flight_recorder.close()
-            self._flight_recorder = None
+        if (recorder := self.__dict__.pop("flight_recorder", None)) is not None:
+            recorder.close()
         self._groups.clear()
 
 
@@ -131,12 +128,8 @@ def open_transport(session: Session, group: dist.ProcessGroup, channel: str = ""
 
 
 def _checked_recorder(session: Session, group: dist.ProcessGroup) -> FlightRecorder | None:
-    """Compares the configurations of the ranks, and returns the flight recorder; None without a consistency check."""
     check = session.find(ConsistencyCheck)
-    if check is None:
-        return None
-    check.check_group(group)
-    return check.flight_recorder
+    return None if check is None else check.recorder_of(group)
 
 
 def open_device_transport(
@@ -180,7 +173,7 @@ def _open_copies(session: Session, group: dist.ProcessGroup, *, over_nodes: bool
 
 def unsupported_setting(session: Session) -> str:
     """A setting that no rank of this job can run, as far as Megatron's arguments show; empty without one."""
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    args = training_arguments()
     if args is None or args.seq_length is None or args.micro_batch_size is None:
         return ""
     size, overlap = parallel_state.get_tensor_model_parallel_world_size(), session.config.tensor
@@ -191,6 +184,11 @@ def unsupported_setting(session: Session) -> str:
     if overlap.method == "p2p" and size > MAX_RANKS:
         return f"tensor.method: p2p: is for {MAX_RANKS} tensor-parallel ranks at most, not {size}; use none"
     return ""
+
+
+def training_arguments() -> Any:
+    """The arguments of Megatron's training in this process; None outside it."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def deadline_of(session: Session, group: dist.ProcessGroup) -> float:

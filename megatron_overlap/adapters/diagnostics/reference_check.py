@@ -41,11 +41,8 @@ class Check(Adapter):
     def reduce(
         self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
     ) -> Callable[[], None]:
-        """Prepares the comparison of a reduction before it; the caller calls the result after it.
-
-        The result replaces the reduced bucket after a mismatch with `fallback`. `name` names the operation in results;
-        other arguments as in `DataParallelAdapter.reduce`.
-        """
+        """Prepares the comparison of a reduction (see `DataParallelAdapter.reduce`). The caller calls the result after
+        it, which replaces the reduced bucket after a mismatch with `fallback`."""
         before = bucket.clone()
         ranks, shard = group.size(), bucket.numel() // group.size()
         own = slice(None) if whole else slice(group.rank() * shard, (group.rank() + 1) * shard)

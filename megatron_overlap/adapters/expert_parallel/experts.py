@@ -19,29 +19,26 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_tensors_reason,
 )
 from megatron_overlap.adapters.wrapping import run_pre_hooks
+from megatron_overlap.config.megatron_args import TWO_MICROBATCHES
 from megatron_overlap.ops import MLPExperts
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
 _GROUPED = getattr(moe_experts, "TEGroupedMLP", None)
 # Fields of the config of a layer that change what it computes or sends, and the reason.
-_FEATURES = (
-    ("moe_latent_size", "--moe-latent-size: latent projections around the experts"),
-    ("fp8", "--fp8-format: TransformerEngine quantizes the rows of the experts"),
-    ("fp4", "--fp4-format: TransformerEngine quantizes the rows of the experts"),
-    (
-        "overlap_moe_expert_parallel_comm",
-        "--overlap-moe-expert-parallel-comm: Megatron overlaps two micro-batches itself",
+_FEATURES = {
+    "moe_latent_size": "--moe-latent-size: latent projections around the experts",
+    "fp8": "--fp8-format: TransformerEngine quantizes the rows of the experts",
+    "fp4": "--fp4-format: TransformerEngine quantizes the rows of the experts",
+    "overlap_moe_expert_parallel_comm": f"{TWO_MICROBATCHES}: Megatron overlaps two micro-batches itself",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "--overlap-dispatch-backward-with-experts-wgrad: Megatron overlaps the backward of dispatch itself"
     ),
-    (
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "--overlap-dispatch-backward-with-experts-wgrad: Megatron overlaps the backward of dispatch itself",
-    ),
-    ("delay_wgrad_compute", "--delay-wgrad-compute: deferred weight gradient"),
-    ("moe_apply_probs_on_input", "--moe-apply-probs-on-input: probabilities scale the input of the experts"),
-    ("add_bias_linear", "the experts have biases: add --disable-bias-linear"),
-    ("cpu_offloading", "activations are offloaded to the CPU"),
-    ("fine_grained_activation_offloading", "activations are offloaded to the CPU"),
-)
+    "delay_wgrad_compute": "--delay-wgrad-compute: deferred weight gradient",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input: probabilities scale the input of the experts",
+    "add_bias_linear": "the experts have biases: add --disable-bias-linear",
+    "cpu_offloading": "activations are offloaded to the CPU",
+    "fine_grained_activation_offloading": "activations are offloaded to the CPU",
+}
 _LINEARS = (
     (ColumnParallelLinear, RowParallelLinear),
     (getattr(te_extension, "TEColumnParallelLinear", None), getattr(te_extension, "TERowParallelLinear", None)),
@@ -63,7 +60,7 @@ def unsupported_layer_reason(layer: Any) -> str | None:
         return "--moe-shared-expert-overlap: Megatron overlaps shared experts with the same messages"
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return f"--cuda-graph-impl {config.cuda_graph_impl}: the counts of a step select the messages"
-    reason = next((reason for field, reason in _FEATURES if getattr(config, field, None)), None)
+    reason = next((reason for field, reason in _FEATURES.items() if getattr(config, field, None)), None)
     return reason or _unsupported_experts_reason(layer.experts)
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import Method, replaces, with_globals
+from megatron_overlap.adapters.wrapping import Method, untraced, with_globals
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -29,10 +29,8 @@ _OP = "expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What cannot change between the calls of one `MoELayer`, `name` in the report.
-
-    `experts` is None if it does not run overlapped. `reason` is None too if it does not communicate.
-    """
+    """One `MoELayer`, `name` in the report: without `experts` it does not run overlapped, for `reason` if it
+    communicates."""
 
     name: str
     experts: LayerExperts | None
@@ -48,12 +46,7 @@ class _SharedExperts:
 
 
 class ExpertAdapter(Adapter):
-    """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods.
-
-    Attributes:
-        stock: the replaced methods by name.
-        autotuner: selects the stock path or p2p with `method: auto`.
-    """
+    """Options and counters of the mixture-of-experts layers of one session, and the replacements of their methods."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -62,7 +55,7 @@ class ExpertAdapter(Adapter):
         )
         self._overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone."""
-        self.stock: dict[str, Method] = {}
+        self.stock: dict[str, Method] = {}  # the replaced methods by name
         self.autotuner = GroupAutotuners(session, session.config.expert.method)
         self._calls: dict[tuple[object, ...], Call] = {}
         self._layers: weakref.WeakKeyDictionary[Any, _Layer] = weakref.WeakKeyDictionary()
@@ -151,10 +144,7 @@ class ExpertAdapter(Adapter):
         return known
 
     def routed_experts_compute(self, layer: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
-        """Dispatches, computes and combines by the selected method.
-
-        Equals `combine(routed_experts_compute(*dispatch(hidden_states, probs)))` of the replaced methods.
-        """
+        """`combine(routed_experts_compute(*dispatch(hidden_states, probs)))` by the selected method."""
         if layer not in self._overlapped:
             return self.stock["routed_experts_compute"](layer, hidden_states, probs)
         if not self.autotuner.enabled:
@@ -236,7 +226,7 @@ def _replacement(name: str) -> Method:
         adapter = session.adapter(ExpertAdapter)
         adapter.stock[name] = original
 
-        @replaces(original)
+        @untraced
         def run(*args: Any, **kwargs: Any) -> Any:
             return getattr(adapter, name)(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_te_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces
+from megatron_overlap.adapters.wrapping import Method, replaced_forward, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -31,13 +31,10 @@ _GENERATION = "generation: its attention reads a KV cache; the output projection
 
 
 def attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `Attention.forward`.
-
-    Equals the original: `linear_proj(core_attention(query, key, value))` after the same query, key and value.
-    """
+    """Replacement of `Attention.forward`: `linear_proj(core_attention(query, key, value))` as in the original."""
     adapter = session.adapter(LinearAdapter)
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = self.pg_collection.tp
         if group is None or group.size() == 1:

@@ -33,18 +33,14 @@ _grad_enabled = torch.is_grad_enabled
 class _StockCalls:
     """Calls of a layer in one kind of pass that run the stock path.
 
-    Attributes:
-        least, below: elements of their input.
-        search: of calls that are measured from time to time.
-        gathers: the group of an all-gather whose rows the next layer may share.
-        communicate: they communicate in this pass.
+    Their inputs have `least` elements or more, and fewer than `below`.
     """
 
     least: float
     below: float
     tally: Tally
-    search: Search[Candidate] | None = None
-    gathers: dist.ProcessGroup | None = None
+    search: Search[Candidate] | None = None  # of calls that are measured from time to time
+    gathers: dist.ProcessGroup | None = None  # of an all-gather whose rows the next layer may share
     communicate: bool = True
 
 
@@ -103,10 +99,8 @@ class GroupAutotuners:
 class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: run a call with the candidate that its autotuner names.
 
-    Steps of the reference check `check` are not timed.
-
-    Attributes:
-        paused: linear layers run their selection, untimed, while the block around them is compared.
+    Steps of the reference check `check` are not timed. While `paused`, linear layers run their selection untimed,
+    because the block around them is compared.
     """
 
     def __init__(
@@ -129,11 +123,8 @@ class LinearAutotuner(GroupAutotuners):
         self._replaced: frozenset[Call] = frozenset()
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-        """Whether a call runs the stock path untimed. Such a call is counted. `weight`: default that of the layer.
-
-        `run` would take 5 % of the pass of a short layer. Other reasons against the plugin need no check here, because
-        they lead to the stock path too.
-        """
+        """Whether a call runs the stock path untimed; if so, counts it. `run` would take 5 % of the pass of a short
+        layer. Other reasons against the plugin need no check here, because they lead to the stock path too."""
         if weight is None:
             # `layer.weight` goes through `nn.Module.__getattr__`, an extra Python call on every forward.
             weight = layer._parameters.get("weight")
@@ -157,11 +148,8 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call.
-
-        A column-parallel call with the input of the call before it takes that call's candidate, untimed, because it
-        shares the gathered input.
-        """
+        """Runs a call. A column-parallel one with the input of the call before it, whose gathered input it shares,
+        takes that call's candidate, untimed."""
         x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
         shared = self._candidate_of_same(group, x) if gathers else None
@@ -227,11 +215,10 @@ class LinearAutotuner(GroupAutotuners):
         overlap: Candidate,
         leaf: torch.Tensor,
     ) -> Any:
-        """Runs the layers of a block with `SEPARATE_LAYERS` or `overlap`, which supports `layers`.
+        """Runs `layers`, with the input `x`, by `SEPARATE_LAYERS` or `overlap`; their backward pass ends at `leaf`.
 
-        The comparison starts when the linear layers in the block have a first selection. It pauses their own
-        comparison. `run` returns the output of the block, whose input is `x`. The backward pass of the block ends at
-        `leaf`.
+        The comparison starts when the linear layers in the block have a first selection, and pauses their own
+        comparison.
         """
         group, sharded = layers[0].self_attention.linear_proj.tp_group, layers[0].config.sequence_parallel
         autotuner = self._autotuners.get(group)

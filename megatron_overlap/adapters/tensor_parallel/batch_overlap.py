@@ -26,9 +26,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     is_capturing,
     linears_of,
     reads_only_sum,
-    unsupported_batch_reason,
     unsupported_layer_reason,
-    unsupported_sequence_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     InputPart,
@@ -38,7 +36,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingPart,
 )
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, replaces, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.session import Session
 
@@ -48,16 +46,15 @@ _POSITIONAL = ("hidden_states", "attention_mask")
 
 
 def block_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerBlock.forward`.
+    """Replacement of `TransformerBlock.forward`: the original, with the order of its layers recorded.
 
-    Runs the original, and records the order of its layers: the output of the last layer that backward recomputes is not
-    read. With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or
-    of each sequence if the batch does not split.
+    With `method: auto` the autotuner selects whether the layers run in batch overlap: on parts of the batch, or of each
+    sequence if the batch does not split.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
 
-    @replaces(original)
+    @untraced
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Further positional arguments are not known, and may let the block read the outputs of its layers.
         unknown = len(args) > len(_POSITIONAL)
@@ -97,7 +94,6 @@ def block_forward(original: Method, session: Session) -> Method:
         session.counters.exclude("batch overlap", reasons[0])
         return run(SEPARATE_LAYERS)
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         communicates = self.config.tensor_model_parallel_size > 1 and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
@@ -113,10 +109,10 @@ def block_forward(original: Method, session: Session) -> Method:
 
 
 def layer_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TransformerLayer.forward`.
+    """Replacement of `TransformerLayer.forward`; equal, because each row of a micro-batch is computed independently.
 
-    Equals the original: the layer computes each row of a micro-batch independently of the others. With full
-    recomputation the MLP of the last layer of a recomputed part ends before its last linear layer, whose output is NaN.
+    With full recomputation the MLP of the last layer of a recomputed part ends before its last linear layer, whose
+    output no code reads: it is NaN.
     """
     adapter = session.adapter(LinearAdapter)
     layer_handoff, skips_outputs = adapter.layer_handoff, session.config.tensor.recompute_output == "skip"
@@ -157,7 +153,6 @@ def layer_forward(original: Method, session: Session) -> Method:
         output = split_layer.forward(pending, arguments, follower)
         return (_whole(output) if follower is None else layer_handoff.put(output)), None
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = original if adapter.split == "none" else split
         if skips_outputs and layer_handoff.is_unread(self) and reads_only_sum(self):
@@ -215,10 +210,7 @@ def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAd
         return CAPTURED
     if adapter.fused:
         return "method fused does not split the batch"
-    reason = unsupported_layer_reason(layer, arguments)
-    if reason is None:
-        unsupported_split_reason = unsupported_sequence_reason if split == "sequence" else unsupported_batch_reason
-        reason = unsupported_split_reason(layer, arguments)
+    reason = unsupported_layer_reason(layer, arguments, split)
     if reason is not None or not layer.config.sequence_parallel:
         return reason
     if adapter.splits_queries:
@@ -236,17 +228,20 @@ _READERS = ("decoder_input", "output_processor", "extra_block_kwargs")
 
 
 def model_forward(original: Method, session: Session) -> Method:
-    """Replacement of `GPTModel.forward`.
-
-    Runs the original. Where only the first layer of its block reads the output of the embedding, that layer completes
-    the output if it runs in batch overlap; else the block does.
-    """
+    """Replacement of `GPTModel.forward`: the original. Where only the first layer of its block reads the output of the
+    embedding, that layer completes the output if it runs in batch overlap; else the block does."""
     adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if tracing() or not _splits_embedding(adapter, self):
+        config = self.config
+        # Layers do not run in two parts, or this stage has no embedding whose output is rows of each rank.
+        if (
+            tracing()
+            or (adapter.split == "none" and not adapter.autotuner.enabled)
+            or adapter.check.due
+            or not (self.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
+        ):
             return original(self, *args, **kwargs)
         reason = _unsupported_model_reason(self, args, kwargs)
         if reason is not None:
@@ -266,14 +261,6 @@ def model_forward(original: Method, session: Session) -> Method:
             return original(self, *args, **kwargs)
 
     return forward
-
-
-def _splits_embedding(adapter: LinearAdapter, model: Any) -> bool:
-    """Whether layers may run in two parts, and this stage has an embedding whose output is rows of each rank."""
-    if (adapter.split == "none" and not adapter.autotuner.enabled) or adapter.check.due:
-        return False
-    config = model.config
-    return bool(model.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
 
 
 def _own_terms(words: Any, tokens: torch.Tensor) -> torch.Tensor:

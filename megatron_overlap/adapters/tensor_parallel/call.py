@@ -28,10 +28,10 @@ def main_grad_of(weight: Any) -> tuple[torch.Tensor | None, WeightDone | None]:
 
 
 def _written(weight: Any, main_grad: torch.Tensor) -> torch.Tensor | None:
-    """Called in backward when `main_grad` holds the gradient; autograd gets the result as the gradient.
+    """Called in backward when `main_grad` holds the gradient; autograd gets the result, as in the stock path.
 
-    Returns the placeholder of Megatron's stock path. Megatron's data-parallel hook runs when autograd gives the weight
-    a gradient, and reads `grad_added_to_main_grad` to skip the addition.
+    Megatron's data-parallel hook runs when autograd gives the weight a gradient, and reads `grad_added_to_main_grad` to
+    skip the addition.
     """
     weight.main_grad = main_grad
     if not hasattr(weight, "grad_added_to_main_grad"):

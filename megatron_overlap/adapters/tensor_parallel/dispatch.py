@@ -8,7 +8,7 @@ selected operation is compared with its reference. A call that a CUDA graph capt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,17 +28,19 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_tensors_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
-from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend, FusedTransports
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
-from megatron_overlap.autotune.candidates import STOCK, Candidate
+from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
-from megatron_overlap.counters import SavedActivations, SavedSite
+from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, FusedTransport, inside_host, open_fused
 from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
+from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.session import Adapter, Session
 
@@ -191,16 +193,13 @@ class LinearAdapter(Adapter):
             return call.run_stock()
         return call.result(backend.output(call.normalized()))
 
-    def run_overlapped(self, call: LinearCall, backend: OverlapBackend | None = None) -> LayerOutput:
-        """Runs `call` on `backend`, default the configured one; p2p where fused kernels do not support the call."""
+    def run_overlapped(self, call: LinearCall, backend: OverlapBackend) -> LayerOutput:
+        """Runs `call` on `backend`; p2p where fused kernels do not support the call."""
         if call.norm is not None:
             call = call.normalized()
-        backend = backend or self._method
-        if backend is not self._p2p and isinstance(backend, FusedBackend):
-            reason = backend.unsupported_reason(call)
-            if reason is not None:
-                self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
-                backend = self._p2p
+        if isinstance(backend, FusedBackend) and (reason := backend.unsupported_reason(call)) is not None:
+            self._counters.not_fused(*call.hooks.site, call.hooks.forward, reason)
+            backend = self._p2p
         if self.check.enabled and self.check.due:
             return self._run_checked(call, backend)
         return call.result(backend.output(call))
@@ -266,10 +265,7 @@ class LinearAdapter(Adapter):
 
 
 class P2PBackend:
-    """Runs the operation with point-to-point messages between partial GEMMs, which `plan` cuts and orders.
-
-    Reasons are the same on every rank of the group.
-    """
+    """Runs point-to-point messages between partial GEMMs, by `plan`. Reasons are the same on all ranks of the group."""
 
     def __init__(self, adapter: LinearAdapter, plan: LinearPlan) -> None:
         self._adapter, self._plan = adapter, plan
@@ -304,6 +300,86 @@ class P2PBackend:
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked
         return LINEAR_OPS[call.op](call.x, call.weight, call.bias, **options)
+
+
+class FusedTransports:
+    """The symmetric memory of each group that has it. `messages` opens messages between nodes, as of `open_fused`."""
+
+    def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
+        self.hopper = session.config.tensor.kernels == "hopper"
+        self._counters, self._messages = session.counters, messages
+        self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
+        if session.config.tensor.method == "fused":
+            self._counters.symmetric_memory = self.memory
+
+    def open(self, group: dist.ProcessGroup) -> FusedTransport | str:
+        """The fused transport of `group`, or the reason that it has none. The first call is collective."""
+        transport = self._transports.get(group)
+        if transport is None:
+            transport = self._transports[group] = open_fused(group, self._messages)
+            self._counters.symmetric_memory = self.memory
+        return transport
+
+    def memory(self) -> list[SymmetricMemory]:
+        """Symmetric memory of each group whose calls ran fused."""
+        opened = [(each.size, inside_host(each)) for each in self._transports.values() if not isinstance(each, str)]
+        return [
+            SymmetricMemory(size, inside.num_bytes, inside.bound_bytes, Hopper.reasons(inside))
+            for size, inside in opened
+            if inside.num_bytes
+        ]
+
+    def close(self) -> None:
+        """Frees the symmetric memory of all groups."""
+        for transport in self._transports.values():
+            if not isinstance(transport, str):
+                transport.close()
+        self._transports.clear()
+
+
+class FusedBackend:
+    """Runs GEMM kernels that access the symmetric memory of peers. `knobs` None: the defaults of the kernels."""
+
+    def __init__(self, transports: FusedTransports, knobs: Sequence[Knob] | None = None) -> None:
+        self._transports = transports
+        if knobs is None:
+            knobs = HOPPER.knobs if transports.hopper else ()
+        self._plan = FusedPlan(**dict(knobs))  # type: ignore[arg-type]
+
+    def unsupported_reason(self, call: LinearCall) -> str | None:
+        rows, ranks = call.x[..., 0].numel(), call.group.size()
+        reason = FusedMethod.unsupported_reason(call.x, rows * ranks if call.op == "ag_gemm" else rows, ranks)
+        if reason is not None:
+            return reason
+        transport = self._transports.open(call.group)
+        return transport if isinstance(transport, str) else None
+
+    def unsupported_capture_reason(self, call: LinearCall) -> str | None:
+        """See `P2PBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
+        return f"{CAPTURED}: fused kernels cannot be replayed"
+
+    def candidates(self, call: LinearCall) -> list[Candidate]:
+        """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""
+        if self.unsupported_reason(call) is not None:
+            return []
+        hopper = self._transports.hopper and not Hopper.of(inside_host(self._transport(call))).unsupported_reason
+        return [FUSED, *([HOPPER] if hopper else [])]
+
+    def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
+        return LINEAR_OPS[call.op](
+            call.x,
+            call.weight,
+            call.bias,
+            group=FusedMethod(self._transport(call), self._plan),
+            main_grad=call.main_grad,
+            weight_done=call.weight_done,
+            observer=call.hooks.overlapped,
+        )
+
+    def _transport(self, call: LinearCall) -> FusedTransport:
+        transport = self._transports.open(call.group)
+        assert not isinstance(transport, str)
+        return transport
 
 
 type OverlapBackend = P2PBackend | FusedBackend

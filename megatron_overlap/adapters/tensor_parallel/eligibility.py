@@ -23,6 +23,7 @@ GENERATION = "generation: the KV cache is that of the whole batch; its linear la
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
+_READS_SCORES = "--qk-clip or --log-max-attention-logit reads the scores"
 _INDIVISIBLE = "sequence length is not divisible by the tensor-parallel size {}"
 
 # Keyword arguments of `ColumnParallelLinear._forward_impl` in the supported releases.
@@ -45,6 +46,7 @@ _TE_FEATURES = (
 )
 # Arguments of `TransformerLayer.forward` that can be split: the batch dimension; None where there is none.
 BATCH_DIMENSION = {"attention_mask": 0, "rotary_pos_emb": None, "rotary_pos_cos": None, "rotary_pos_sin": None}
+_CORES = (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None))
 # Both fused MLPs of TransformerEngine run as `MLP.forward` where they communicate; None where a release has none.
 _MLPS = {MLP, *(getattr(te_extension, name, None) for name in ("TEFusedMLP", "TEFusedMLPWithGroupedLinear"))}
 _RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
@@ -153,12 +155,12 @@ def unsupported_attention_reason(layer: Any) -> str | None:
     core, projection = layer.core_attention, layer.linear_proj
     if layer.attention_type != "self":
         return f"{layer.attention_type} attention"
-    if type(core) not in (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None)):
+    if type(core) not in _CORES:
         return f"core attention is {type(core).__name__}, which query split does not know"
     if getattr(core, "cp_group", None) is not None:
         return "context parallelism: TransformerEngine's attention communicates itself"
     if getattr(core, "return_max_logit", False):
-        return "--qk-clip or --log-max-attention-logit reads the scores"
+        return _READS_SCORES
     if not is_te_linear(projection) and not isinstance(projection, RowParallelLinear):
         return f"output projection is {type(projection).__name__}, which query split does not know"
     if not projection.sequence_parallel:
@@ -212,15 +214,7 @@ def _core_feature(core: Any) -> str | None:
     return None
 
 
-def unsupported_batch_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
-    """The reason that a transformer layer does not run on two parts of the micro-batch."""
-    size = arguments["hidden_states"].shape[1]
-    if size < 2 or size % 2:
-        return f"a micro-batch of {size} does not split into two equal parts"
-    return None
-
-
-def unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
+def _unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
     """The reason that a transformer layer does not run on two parts of the sequence."""
     config, attention = layer.config, layer.self_attention
     core, rows = attention.core_attention, arguments["hidden_states"].shape[0]
@@ -230,14 +224,14 @@ def unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str | 
         return "a split sequence does not support context parallelism"
     if rows < 2:
         return "a sequence of one row per rank does not split into two parts"
-    if type(core) not in (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None)):
+    if type(core) not in _CORES:
         return f"core attention is {type(core).__name__}, which a split sequence does not support"
     if "forward" in vars(core) or core._forward_hooks or core._forward_pre_hooks_with_kwargs:
         return "a hook reads the input or the output of the core attention"
     if attention.attn_mask_type is not AttnMaskType.causal:
         return f"the attention mask is {attention.attn_mask_type.name}, not causal"
     if getattr(core, "return_max_logit", False):
-        return "--qk-clip or --log-max-attention-logit reads the scores"
+        return _READS_SCORES
     if arguments.get("rotary_pos_cos") is not None or arguments.get("rotary_pos_sin") is not None:
         return "rotary_pos_cos and rotary_pos_sin are given"
     return _core_feature(core)
@@ -258,8 +252,8 @@ def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
     return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
 
 
-def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | None:
-    """The reason in a transformer layer or its arguments that it does not run in two parts."""
+def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) -> str | None:
+    """The reason in a transformer layer or its arguments that it does not run in two parts of `split`."""
     config = layer.config
     if not can_be_ordered():
         return f"torch {torch.__version__} has no `_set_sequence_nr`, which orders the nodes of a backward pass"
@@ -294,4 +288,9 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any]) -> str | Non
         return "dropout: the parts of a split batch would draw other masks"
     if config.fp32_residual_connection:
         return "--fp32-residual-connection"
+    if split == "sequence":
+        return _unsupported_sequence_reason(layer, arguments)
+    size = arguments["hidden_states"].shape[1]
+    if size < 2 or size % 2:
+        return f"a micro-batch of {size} does not split into two equal parts"
     return None

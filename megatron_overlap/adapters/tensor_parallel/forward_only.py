@@ -76,14 +76,10 @@ class Gemm:
 def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link, gemm: Gemm) -> float:
     """The fewest gathered rows from which p2p with its default settings is faster; infinite if there are none.
 
-    Args:
-        call: the kind; its `rows` are not read.
-        num_ranks, item_bytes: size of the group, and bytes of an element.
-        stock, p2p: of the stock collective, and of p2p with one message to each peer.
-        gemm: of the layer.
+    The `rows` of the kind `call` are not read. `stock` is the link of the stock collective, `p2p` that of p2p with one
+    message to each peer, and `item_bytes` the size of an element.
     """
     row_bytes = item_bytes * (call.in_features if call.op == "ag_gemm" else call.out_features)
-
     latency_us = BUSY * max(p2p.latency_us, stock.latency_us)
     bytes_per_us = min(p2p.bytes_per_us, MOST_GAIN * stock.bytes_per_us)
 
@@ -225,10 +221,8 @@ def _gemm(weight: torch.Tensor, slowest: Slowest) -> Gemm:
 
 
 def _communication(call: LinearCall, num_bytes: int, transport: Transport | None) -> float:
-    """Microseconds of p2p over `transport`, or of the collective if it is None, with a GEMM of almost nothing.
-
-    `call` names group, operation and dtype. `num_bytes` are those of the gathered or reduced rows.
-    """
+    """Microseconds of the operation of `call` with `num_bytes` of gathered or reduced rows and almost no GEMM, by p2p
+    over `transport`, or by the collective if it is None."""
     group, size, wide = call.group, call.group.size(), 128
     rows = max(1, num_bytes // (size * wide * call.x.itemsize)) * size
     gathers = call.op == "ag_gemm"

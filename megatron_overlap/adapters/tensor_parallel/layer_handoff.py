@@ -32,11 +32,8 @@ class InputPart:
 
 
 class PendingOutput:
-    """The output of a layer, in parts whose sums over ranks may be in flight.
-
-    Attributes:
-        placeholder: what Megatron passes from layer to layer: the shape of the output, filled with NaN.
-    """
+    """The output of a layer, in parts whose sums over ranks may be in flight. Megatron passes `placeholder` from layer
+    to layer: the shape of the output, filled with NaN."""
 
     def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)
@@ -50,9 +47,8 @@ class PendingOutput:
 class PendingEmbedding:
     """The output of an embedding whose sum over ranks has not started: the layer that reads it knows its parts.
 
-    Attributes:
-        terms: `[S, B, H]` the term of this rank: zero for tokens of other ranks.
-        placeholder: what Megatron passes to the block: own rows `[S/R, B, H]` of NaN.
+    `terms` `[S, B, H]` of this rank are zero for tokens of other ranks. Megatron passes `placeholder` to the block: own
+    rows `[S/R, B, H]` of NaN.
     """
 
     def __init__(self, terms: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -70,8 +66,7 @@ class PendingEmbedding:
 class LayerHandoff:
     """Passes the pending output of the embedding, or of a layer, to the next layer of the same block.
 
-    Only for an output that no other module reads. Megatron passes a placeholder of NaN, so that any other reader gets
-    NaN.
+    No other module may read the output: it would read the NaN of the placeholder.
     """
 
     def __init__(self) -> None:
@@ -81,10 +76,8 @@ class LayerHandoff:
 
     @contextmanager
     def block(self, chains: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """Inside the context a block runs `chains` of layers in this order. No pending output leaves its chain.
-
-        The order also holds after the context, where backward runs layers again (activation recomputation).
-        """
+        """Inside the context a block runs `chains` of layers in this order, and no pending output leaves its chain. The
+        order also holds after the context, where backward recomputes layers."""
         for layers in chains:
             self._next.update(zip(layers, [*layers[1:], None], strict=True))
         self._in_block = bool(chains)
@@ -115,11 +108,7 @@ class LayerHandoff:
         return pending
 
     def stored(self, x: object) -> PendingOutput | PendingEmbedding | None:
-        """As `take`, but it stays stored.
-
-        Raises:
-            RuntimeError: the embedding stored its output, and `x` is not its placeholder.
-        """
+        """As `take`, but it stays stored. RuntimeError: the embedding stored it, and `x` is not its placeholder."""
         pending = self._pending
         if pending is not None and pending.placeholder is x:
             return pending

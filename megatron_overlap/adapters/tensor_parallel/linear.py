@@ -28,7 +28,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_te_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
-from megatron_overlap.adapters.wrapping import Method, replaces, tracing
+from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.session import Session
 
 _OPS = {
@@ -45,11 +45,8 @@ _MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
-    """Replacement of `ColumnParallelLinear._forward_impl`.
-
-    Equals the original: `all_gather(input) @ weight.T + bias` under sequence parallelism; without it
-    `input @ weight.T + bias`, whose input gradient is summed over ranks.
-    """
+    """Replacement of `ColumnParallelLinear._forward_impl`: `all_gather(input) @ weight.T + bias` under sequence
+    parallelism; without it `input @ weight.T + bias`, whose input gradient is summed over ranks."""
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
@@ -70,13 +67,11 @@ def column_forward_impl(original: Method, session: Session) -> Method:
             return call.run_not_communicating()
         return adapter.run(call, reason)
 
-    # torch.compile does not trace into the plugin. The wrapper costs microseconds, so it runs under a trace only.
-    untraced = torch.compiler.disable(run_column)
+    eager = torch.compiler.disable(run_column)  # `untraced` by hand: one call less
 
-    @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tracing():
-            return untraced(self, input, weight, args, kwargs)
+            return eager(self, input, weight, args, kwargs)
         if tuned and not adapter.assigned and runs_stock(self, input, weight):
             return original(self, input, weight, *args, **kwargs)
         return run_column(self, input, weight, args, kwargs)
@@ -85,15 +80,12 @@ def column_forward_impl(original: Method, session: Session) -> Method:
 
 
 def row_forward(original: Method, session: Session) -> Method:
-    """Replacement of `RowParallelLinear.forward`.
-
-    Equals the original: `reduce_scatter(input @ weight.T)` under sequence parallelism, without it
-    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`.
-    """
+    """Replacement of `RowParallelLinear.forward`: `reduce_scatter(input @ weight.T)` under sequence parallelism, else
+    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`."""
     adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, input_: torch.Tensor) -> LayerOutput:
         if tuned and not adapter.assigned and runs_stock(self, input_):
             return original(self, input_)
@@ -113,15 +105,13 @@ def row_forward(original: Method, session: Session) -> Method:
 def linear_forward(original: Method, session: Session) -> Method:
     """Replacement of the `forward` of `TELinear` and of `TELayerNormColumnParallelLinear`.
 
-    Equals the original. A column-parallel layer is `all_gather(x) @ weight.T + bias` under sequence parallelism,
-    without it `x @ weight.T + bias`, whose input gradient is summed over ranks; a norm before it runs on `x`. A
-    row-parallel layer is `reduce_scatter(x @ weight.T)` under sequence parallelism, without it
-    `all_reduce(x @ weight.T)`; then the bias. A bias is returned instead of added with `skip_bias_add`.
+    A column- or row-parallel layer computes what `column_forward_impl` and `row_forward` do; a norm before it runs on
+    `x`. Either bias is returned instead of added with `skip_bias_add`.
     """
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
         if tuned and not adapter.assigned and runs_stock(self, x):
             return original(self, x)
@@ -138,7 +128,7 @@ def linear_forward(original: Method, session: Session) -> Method:
 def grouped_linear_forward(original: Method, session: Session) -> Method:
     """Replacement of `TEGroupedLinear.forward`: runs the original, and records that it has nothing to overlap."""
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.counters.exclude(type(self).__name__, EXPERT)
         return original(self, *args, **kwargs)
@@ -147,14 +137,11 @@ def grouped_linear_forward(original: Method, session: Session) -> Method:
 
 
 def fused_mlp_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TEFusedMLP.forward`.
-
-    Equals the original: `MLP.forward` computes the same from the same parameters, and calls the `forward` of both
-    linear layers. Where one of them is not supported, the original runs and both are counted as fallbacks.
-    """
+    """Replacement of `TEFusedMLP.forward`: `MLP.forward` computes the same, and calls the `forward` of both linear
+    layers. Where one of them is not supported, the original runs and both are counted as fallbacks."""
     adapter = session.adapter(LinearAdapter)
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         linears = self.linear_fc1, self.linear_fc2
         if not all(map(te_communicates, linears)):
@@ -173,17 +160,16 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
 def inference_linear_forward(original: Method, session: Session) -> Method:
     """Replacement of `forward` of the three parallel linear layers of `inference_optimized`.
 
-    Equals the original, without bias: `all_gather(x) @ weight.T`, after an RMSNorm in
-    `InferenceLayerNormColumnParallelLinear`, or `reduce_scatter(x @ weight.T)`. Megatron's kernels run communication
-    and GEMM one after the other. Training, one tensor-parallel rank, CUDA graphs and calls below the threshold of
-    forward-only calls run the original. Not yet run on a GPU.
+    It has no bias; an RMSNorm may precede it. Megatron's kernels run communication and GEMM one after the other.
+    Training, one tensor-parallel rank, CUDA graphs and calls below the threshold of forward-only calls run the
+    original. Not yet run on a GPU.
     """
     from megatron.core.tensor_parallel.inference_layers import _te_rms_norm_kernel  # it needs TransformerEngine
 
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
-    @replaces(original)
+    @untraced
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight, kind = self.weight, self.parallel_mode
         if self.training or is_capturing(x) or not te_communicates(self):

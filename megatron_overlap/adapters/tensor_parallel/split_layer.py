@@ -35,12 +35,9 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, WgradTarget
 class _Block:
     """The attention or the MLP of a layer, the norm before it, and its first and last linear layer.
 
-    In TransformerEngine `column` may hold the norm.
-
-    Attributes:
-        num_wgrads: `AllReduceMessages.num_wgrads` of both parts. In backward the first all-reduce of a layer has only
-            the MLP of the other part beside it, so all weight gradients postponed until then run there; the remaining
-            ones run at the last.
+    In TransformerEngine `column` may hold the norm. `num_wgrads` is `AllReduceMessages.num_wgrads` of both parts: in
+    backward the first all-reduce of a layer has only the MLP of the other part beside it, so all weight gradients
+    postponed until then run there; the remaining ones run at the last.
     """
 
     layer: Any
@@ -97,9 +94,8 @@ class EmbeddedPart:
 class _StepOutput:
     """Output of a step before dropout and residual: a `PendingPart`.
 
-    Attributes:
-        output: output and bias of the row-parallel layer; the sum over ranks may be in flight.
-        slot: where backward starts the all-gather of its gradient; see `reserve_slot`.
+    `output` is that of the row-parallel layer, whose sum over ranks may be in flight, and the bias. Backward starts the
+    all-gather of its gradient at `slot` (see `reserve_slot`).
     """
 
     block: _Block
@@ -122,9 +118,8 @@ class _StepOutput:
 class _Step:
     """One part in the attention or the MLP of a layer: a `PendingPart` that runs its linear layers.
 
-    Attributes:
-        source: the input of the block.
-        slot: where backward runs the wait of the next step of the other part; see `reserve_slot`.
+    `source` is the input of the block. In backward the wait of the next step of the other part runs at `slot` (see
+    `reserve_slot`).
     """
 
     block: _Block

@@ -40,13 +40,7 @@ class UsageError(ValueError):
 
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
-
-    The script sees its own command line plus the plugin's flags.
-
-    Raises:
-        UsageError: the command line is wrong.
-        ConfigError: the config file is wrong, or the run folder cannot be made.
-    """
+    UsageError: the command line is wrong. ConfigError: the config file is wrong, or the run folder cannot be made."""
 
     def __init__(self, argv: list[str]) -> None:
         if not argv or argv[0].startswith("-"):
@@ -57,6 +51,7 @@ class ScriptRun:
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--transformer-impl")
         try:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
@@ -65,6 +60,7 @@ class ScriptRun:
         if flags.overlap_config is not None:
             self._overlap, self._launch = load_overlap_file(flags.overlap_config)
         self._device = flags.overlap_device or self._launch.device
+        self._te_layers = flags.transformer_impl == "transformer_engine"
         if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
             raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
         self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
@@ -79,10 +75,8 @@ class ScriptRun:
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        Raises:
-            UsageError: Megatron is not installed.
-            ConfigError: the plugin's off switch has an invalid value.
-            PatchError: the config is strict and a patch is refused, or a patch that this run needs is refused.
+        UsageError: Megatron is not installed. PatchError: a patch is refused that this run or a strict config needs.
+        ConfigError: the plugin's off switch has an invalid value.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -90,11 +84,8 @@ class ScriptRun:
         if self._device == "cpu":
             from megatron_overlap.adapters import cpu
 
-            parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            parser.add_argument("--transformer-impl")
-            implementation = parser.parse_known_args(self._argv[1:])[0].transformer_impl
             try:
-                cpu.install(te_layers=implementation == "transformer_engine", rehearsal=self._launch.rehearsal)
+                cpu.install(te_layers=self._te_layers, rehearsal=self._launch.rehearsal)
             except ModuleNotFoundError as error:
                 if error.name != "transformer_engine":
                     raise
@@ -172,10 +163,8 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates the command line, Megatron's arguments of a launch on GPUs, with Megatron.
-
-    WORLD_SIZE is the number of ranks of the launch. Arguments that Megatron does not know belong to a custom script.
-    """
+    """Validates the command line, Megatron's arguments of a launch on WORLD_SIZE GPUs, with Megatron. Arguments that it
+    does not know belong to a custom script."""
     from megatron_overlap.adapters import cpu
 
     has_te = transformer_engine_available()

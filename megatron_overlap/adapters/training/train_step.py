@@ -45,12 +45,8 @@ class StepRecorder(Adapter):
     Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
     `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with
     `session.trace` `events-rank{r}.bin` (one block per step), and the exposed communication in Megatron's logs. Files
-    of an earlier run in the same folder are replaced.
-
-    Args:
-        rank: global rank r.
-        device: "cpu" or "cuda". For CPU ranks `adapters.cpu` replaces the functions of `torch.cuda`.
-        link: the config of the network between hosts, if any; copied into the meta file.
+    of an earlier run in the same folder are replaced. `device` is "cpu", where `adapters.cpu` replaces the functions of
+    `torch.cuda`, or "cuda". The meta file gets `link`, the config of the network between hosts.
     """
 
     def __init__(self, session: Session, run_dir: Path, rank: int, device: str, link: dict[str, Any] | None) -> None:

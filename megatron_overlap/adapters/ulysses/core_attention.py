@@ -14,10 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, training_arguments
 from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes
 from megatron_overlap.adapters.wrapping import Method, untraced
-from megatron_overlap.comm import Transport
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -39,10 +38,6 @@ class UlyssesAdapter(Adapter):
             pattern="serial" if wanted.schedule == "serial" else "direct",
         )
 
-    def transport(self, group: dist.ProcessGroup) -> Transport:
-        """The transport of a context-parallel group; closed with the session."""
-        return open_device_transport(self.session, group)
-
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> torch.Tensor:
@@ -50,22 +45,19 @@ class UlyssesAdapter(Adapter):
         rows, _, heads, size = query.shape
         layout = SequenceLayout.zigzag(rows * group.size(), group.size())
         observer = functools.partial(self.session.counters.overlapped, "attention", f"{heads}x{size}", "ulysses")
+        transport = open_device_transport(self.session, group)
         context = ulysses_attention(
-            query, key, value, group=self.transport(group), layout=layout, plan=self.plan, observer=observer, **options
+            query, key, value, group=transport, layout=layout, plan=self.plan, observer=observer, **options
         )
         return context.flatten(2)
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
-
-    Raises:
-        UlyssesError: the layer has an option that Ulysses does not support.
-    """
+    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism. UlyssesError: an option is
+    not supported."""
     session.adapter(UlyssesAdapter)
 
-    @functools.wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.context_parallel_size == 1:
             original(self, config, *args, **kwargs)
             return
@@ -83,19 +75,15 @@ def attention_init(original: Method, session: Session) -> Method:
         if text is not None:
             raise UlyssesError(f"overlap.ulysses: {text}")
 
-    return __init__
+    return init
 
 
 def attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.forward`.
-
-    It equals the original on the whole sequence and the tensor-parallel heads of the rank. Every context rank gets its
-    own rows of the result.
-    """
+    """Replacement of `DotProductAttention.forward`: the original on the whole sequence and the tensor-parallel heads of
+    the rank. Every context rank gets its own rows of the result."""
     adapter = session.adapter(UlyssesAdapter)
 
     @untraced
-    @functools.wraps(original)
     def forward(
         self: Any,
         query: torch.Tensor,
@@ -132,16 +120,14 @@ def scale_of(core: Any) -> float:
 
 
 def te_attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TEDotProductAttention.forward`.
+    """Replacement of `TEDotProductAttention.forward`; equals the original with TransformerEngine's context parallelism.
 
-    Equals the original with TransformerEngine's context parallelism. The kernel of each head group is the original
-    without context parallelism, so TransformerEngine selects flash, fused or unfused attention. A call that Ulysses
-    does not support runs the original and is counted.
+    The kernel of each head group is the original without context parallelism, so TransformerEngine selects flash, fused
+    or unfused attention. A call that Ulysses does not support runs the original and is counted.
     """
     adapter = session.adapter(UlyssesAdapter)
 
     @untraced
-    @functools.wraps(original)
     def forward(
         self: Any,
         query: torch.Tensor,
@@ -223,22 +209,16 @@ def _unsupported_reason(
         (mask is not AttnMaskType.causal, f"attention mask {mask.name}: use causal self-attention with Ulysses"),
         (kind != "self", f"{kind}-attention: use self-attention with Ulysses"),
         (softmax != "vanilla", f"--softmax-type {softmax}: use vanilla with Ulysses"),
-        (_separates_documents(), "--reset-attention-mask: not with Ulysses; leave it out"),
+        (
+            getattr(training_arguments(), "reset_attention_mask", False),
+            "--reset-attention-mask: not with Ulysses; leave it out",
+        ),
         (
             dist.get_backend(group) not in ("gloo", "nccl"),
             f"--distributed-backend {dist.get_backend(group)}: use gloo or nccl",
         ),
     )
     return next((text for wrong, text in problems if wrong), None)
-
-
-def _separates_documents() -> bool:
-    """Whether the arguments of Megatron's training separate the documents by a mask; False outside its training."""
-    try:
-        from megatron.training import global_vars
-    except ImportError:
-        return False
-    return bool(getattr(global_vars._GLOBAL_ARGS, "reset_attention_mask", False))
 
 
 def _unsupported_call_reason(

@@ -20,6 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
@@ -48,15 +49,14 @@ def self_attention_init(original: Method, session: Session) -> Method:
 
     session.add_close(restore)
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if session.config.ulysses.fuse_projections and _is_supported(self):
             # On the instance, because other layers of the class may be unsupported. The weak reference avoids a cycle.
             self.forward = functools.partial(_forward, adapter, weakref.ref(self))
             layers.add(self)
 
-    return __init__
+    return init
 
 
 def _is_supported(layer: Any) -> bool:
@@ -149,7 +149,7 @@ def _forward(
         projection_of(out, out.weight),
         num_heads=layer.num_attention_heads_per_partition,
         num_kv_heads=layer.num_query_groups_per_partition,
-        group=adapter.transport(group),
+        group=open_device_transport(adapter.session, group),
         rotate=None if freqs is None else rotate,
         softmax_scale=scale_of(core) if kernel is None else None,
         layout=SequenceLayout.zigzag(hidden_states.shape[0] * group.size(), group.size()),

@@ -40,15 +40,9 @@ class VarlenError(ValueError):
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
-    """The micro-batch and its adapter, which Megatron passes to the attention of every layer.
+    """The micro-batch, with position ids on the device, and its adapter. Megatron passes them to every attention."""
 
-    Attributes:
-        qkv_format: `sbhd`, so that Megatron does not use its own support of packed sequences.
-        batch: the micro-batch; its position ids are on the device.
-        adapter: computes attention.
-    """
-
-    qkv_format: str = "sbhd"
+    qkv_format: str = "sbhd"  # Megatron does not use its own support of packed sequences.
     batch: Batch
     adapter: VarlenAdapter
 
@@ -56,11 +50,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
 class VarlenAdapter(Adapter):
     """Planner, transports and loader thread that the attention layers and loaders of a session share.
 
-    Args:
-        session: owns and closes the resources.
-        group: the context-parallel ranks.
-        cost: cost model of the model's layers.
-        tokens: largest number of tokens of a micro-batch, over all ranks of the group.
+    `group` has the context-parallel ranks, `tokens` is the largest number of tokens of their micro-batch, and `cost`
+    the cost model of the layers.
     """
 
     def __init__(self, session: Session, group: dist.ProcessGroup, cost: CostModel, tokens: int) -> None:
@@ -69,7 +60,11 @@ class VarlenAdapter(Adapter):
         self._cost, ranks = cost, group.size()
         self.loader_thread = LoaderThread(HostGroup(group, name="data loader"))
         session.add_close(self.loader_thread.close)
-        self.transports = VarlenTransports.open(group, partial(_open_channel, session, group))
+
+        def open_channel(name: str) -> Transport:
+            return open_transport(session, group, name) if name else open_device_transport(session, group)
+
+        self.transports = VarlenTransports.open(group, open_channel)
         share = -(-tokens // ranks)
         self.capacity = share + -(-share // 16) if wanted.capacity == "auto" else wanted.capacity
         hosts = [host for (host,) in self.loader_thread.group.all_gather([zlib.crc32(platform.node().encode())])]
@@ -109,10 +104,6 @@ class VarlenAdapter(Adapter):
         )
 
 
-def _open_channel(session: Session, group: dist.ProcessGroup, name: str) -> Transport:
-    return open_transport(session, group, name) if name else open_device_transport(session, group)
-
-
 def nodes_of(hosts: Sequence[int]) -> int:
     """Number of nodes of a group, given the host of each rank; 1 if the hosts are not even, consecutive blocks."""
     try:
@@ -122,11 +113,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of Megatron's `DotProductAttention`.
-
-    Raises:
-        VarlenError: the layer has an option that balanced attention does not support.
-    """
+    """Core attention for a layer spec, in place of `DotProductAttention`. VarlenError: an unsupported option."""
 
     def __init__(
         self,

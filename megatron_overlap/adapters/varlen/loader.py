@@ -1,7 +1,6 @@
 """Loads micro-batches of whole documents: all ranks of a group read them, plan them and exchange their rows.
 
-A thread prepares the next micro-batch during the current step: it reads documents, gathers lengths, plans, exchanges
-rows, and computes the messages of attention.
+A thread prepares the next micro-batch, and the messages of its attention, during the current step.
 """
 
 from collections import deque
@@ -93,8 +92,7 @@ class DocumentLoader:
         stride: this group gets every `stride`-th micro-batch; the others belong to other groups.
         row_multiple: the rows of a rank are padded to a multiple of this, and to at least this.
 
-    Raises:
-        ValueError: no document has a row, or one has more than `tokens`.
+    ValueError: no document has a row, or one has more than `tokens`.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def gathers_that_must_not_be_shared(group: dist.ProcessGroup) -> list[bool]:
 
 def reasons(group: dist.ProcessGroup) -> dict[str, list[str | None]]:
     """Why each kind of call is not captured: over gloo, over copies before a call of its shape and after it, fused."""
-    from megatron_overlap.adapters.tensor_parallel.fused import FusedBackend
+    from megatron_overlap.adapters.tensor_parallel.dispatch import FusedBackend
 
     start(group)
     found: dict[str, list[str | None]] = {}
