@@ -37,6 +37,9 @@ D]`. Autograd differentiates it."""
 TileMask = torch.Tensor | tuple[int, int]
 """CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
 
+_Sequences = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+"""First rows of packed sequences and their longest length, each of queries and keys."""
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums of `dtype` values: fp32 for bf16 and fp16, otherwise `dtype`."""
@@ -61,20 +64,8 @@ def flash_forward(
     if not q.is_cuda:
         out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return out, lse
-    out, lse, *_ = _aten._flash_attention_forward(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        False,
-        scale=scale,
-        **_window_arguments(tile_mask),
-    )
+    sequences = None, None, q.shape[2], k.shape[2]
+    out, lse = _cuda_forward([x.transpose(1, 2) for x in (q, k, v)], sequences, causal, scale, tile_mask)
     return out.transpose(1, 2), lse
 
 
@@ -94,22 +85,9 @@ def flash_backward(
     if not q.is_cuda:
         cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return cpu_grads
-    rng = _no_rng_state(q)
-    rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    grads = _aten._flash_attention_backward(
-        *rows,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        rng,
-        rng,
-        scale=scale,
-        **_window_arguments(tile_mask),
-    )
+    sequences = None, None, q.shape[2], k.shape[2]
+    rows = [*(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.contiguous()]
+    grads = _cuda_backward(rows, sequences, causal, scale, tile_mask)
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 
@@ -242,20 +220,8 @@ def documents_forward(
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
-        result, log, *_ = _aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            starts,
-            starts,
-            longest,
-            longest,
-            0.0,
-            True,
-            False,
-            scale=scale,
-            **_window_arguments(None if window is None else (window, 0)),
-        )
+        sequences, tile_mask = (starts, starts, longest, longest), None if window is None else (window, 0)
+        result, log = _cuda_forward((q, k, v), sequences, True, scale, tile_mask)
         out.copy_(result)
         lse.copy_(log.t())
         return
@@ -277,25 +243,9 @@ def documents_backward(
 ) -> None:
     """Gradients of `documents_forward`; writes `grads`."""
     if q.is_cuda:
-        starts, longest, rng = _cu_seqlens(lengths, q.device), max(lengths), _no_rng_state(q)
-        parts = _aten._flash_attention_backward(
-            dout.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
-            starts,
-            starts,
-            longest,
-            longest,
-            0.0,
-            True,
-            rng,
-            rng,
-            scale=scale,
-            **_window_arguments(None if window is None else (window, 0)),
-        )
+        starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
+        given, sequences = (dout.contiguous(), q, k, v, out, lse.t().contiguous()), (starts, starts, longest, longest)
+        parts = _cuda_backward(given, sequences, True, scale, None if window is None else (window, 0))
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part)
         return
@@ -358,16 +308,29 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _window_arguments(tile_mask: TileMask | None) -> dict[str, int]:
+def _cuda_forward(
+    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options = 0.0, causal, False
+    out, lse, *_ = _aten._flash_attention_forward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
+    return out, lse
+
+
+def _cuda_backward(
+    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
+) -> Grads:
+    # The random state is unused without dropout.
+    rng = torch.empty(0, dtype=torch.int64, device=rows[0].device)
+    options = 0.0, causal, rng, rng
+    grads: Grads = _aten._flash_attention_backward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
+    return grads
+
+
+def _window(tile_mask: TileMask | None) -> dict[str, int]:
     if tile_mask is None:
         return {}
     left, right = tile_mask
     return {"window_size_left": int(left), "window_size_right": int(right)}
-
-
-def _no_rng_state(q: torch.Tensor) -> torch.Tensor:
-    """The random state argument of the backward kernels, which is unused without dropout."""
-    return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
 def _runs(lengths: Sequence[int]) -> list[slice]:
