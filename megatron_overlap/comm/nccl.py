@@ -35,10 +35,8 @@ class NcclTransport:
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.exposed_s = 0.0
-        self._channel = options.channel
+        self.exposed_s, self._channel, self._num_p2p_works = 0.0, options.channel, 0
         self._timing = CudaEvents(options.trace) if options.trace is not None else None
-        self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
         device = self._device = torch.device("cuda", torch.cuda.current_device())
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -31,11 +31,9 @@ class GemmConfig:
     """The shape of a GEMM's tiles.
 
     Attributes:
-        block_m, block_n: rows and columns of a tile.
-        block_k: depth of one step of the main loop.
+        block_m, block_n, block_k: rows and columns of a tile, and depth of one step of the main loop.
         group: row tiles that share columns of B in the L2 cache.
         num_stages: steps of the main loop that are prefetched.
-        num_warps: warps of a block.
         hopper: the GEMM kernels of `kernels.hopper_gemm`, in Gluon, compute the tiles; else the portable ones.
     """
 
@@ -79,7 +77,7 @@ def newest(capability: int) -> int:
     """Return the newest known architecture whose code runs on a device of `capability`.
 
     Raises:
-        ValueError: the device is older than sm_80.
+        ValueError: there is none.
     """
     known = [arch for arch in ARCHITECTURES if arch <= capability]
     if not known:

@@ -40,9 +40,9 @@ class GradientReduce:
     it is symmetric. Gathers have none: all run at once, so their buffers would hold all parameters again.
 
     Args:
-        gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
-            leaves each rank with the sum of its own shard: a reduce-scatter. It is a second one because every rank
-            must begin the operations of a transport in the same order, and ranks complete sums at different times.
+        gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None: a
+            reduce-scatter. It is a second one because ranks complete sums at different times, but begin the operations
+            of a transport in the same order.
         wide: sum bf16 and fp16 gradients in fp32 and round once; otherwise round after each addition, as a collective.
         pieces: messages per shard; None chooses by its size.
 

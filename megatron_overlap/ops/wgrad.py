@@ -177,17 +177,15 @@ class Spans:
 class DeferredWgrad:
     """Weight gradients postponed to a later point of the backward pass, where they hide communication.
 
-    Nothing in the backward pass depends on a weight gradient, so it may run at any time before the pass ends. Two
-    layers use this:
+    Nothing in the backward pass depends on a weight gradient. Two layers use this:
 
     - A row-parallel layer without sequence parallelism has no communication in backward. The column-parallel layer
       before it, whose backward comes next, has an all-reduce that is longer than its own GEMMs.
     - Under batch overlap, each part of a micro-batch has a product for the same weight. The products are summed before
       autograd gets the gradient.
 
-    Each parameter gets its gradient once per pass, including hooks, as from autograd. Gradients that no caller has
-    computed are computed at the end of the backward pass. `torch.autograd.grad` with respect to such a weight does not
-    see the gradient.
+    Each parameter gets its gradient once per pass, including hooks, as from autograd, at the latest at the end of the
+    backward pass. `torch.autograd.grad` with respect to such a weight does not see the gradient.
 
     Args:
         num_terms: terms of each gradient; `run_while` gives the sum of all to autograd.

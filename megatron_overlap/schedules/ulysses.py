@@ -30,11 +30,9 @@ Run = tuple[int, int]
 class SequenceLayout:
     """The rows of the whole sequence that each rank holds.
 
-    Rows are never padded. Ranks may hold different numbers of rows.
-
     Attributes:
         runs: for each rank the runs of consecutive positions that it holds, in memory order. All ranks have the same
-            number of runs; a run may be empty.
+            number of runs; a run may be empty. Rows are never padded.
 
     Raises:
         ValueError: the runs do not cover a sequence exactly once.
@@ -92,11 +90,11 @@ class SequenceLayout:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the attention kernel inside a head group: `queries` heads that share `keys` evenly.
+    """One call of the attention kernel inside a head group.
 
     Attributes:
         queries: query heads, numbered over the whole layer.
-        keys: key/value heads; `len(queries) / len(keys)` consecutive query heads share one.
+        keys: key/value heads; equally many consecutive query heads share each.
         source_group: the head group whose message contains these key/value heads.
     """
 
@@ -113,11 +111,6 @@ class HeadLayout:
     its j-th part. The heads of a group are then consecutive rows of the QKV weight and consecutive columns of the
     output weight. Otherwise each rank owns one run of query heads, cut into groups. A key/value head that several
     groups of a rank need is sent with the first of them.
-
-    Attributes:
-        num_heads, num_kv_heads: query heads, Hq, and key/value heads, Hkv.
-        num_ranks: N.
-        num_groups: G, number of groups of the heads of each rank.
 
     Raises:
         ValueError: a number is below 1, or the numbers do not divide each other.
@@ -251,8 +244,6 @@ class Task:
     Attributes:
         step: `produce` computes the own rows for the heads of `peers`; `attend` computes attention of the own heads
             over all rows; `consume` reads the own rows of the results for the heads of `peers`.
-        group: the head group.
-        peers: ranks that own the heads.
         needs: messages that must be received first.
     """
 

@@ -1,9 +1,9 @@
 """Attention and its row-parallel projection by query slices: both hide the reduce-scatter.
 
 Attention and projection run per query slice, in the order of the owners of the slices, own slice last. Each partial
-output is sent to its owner. Backward gathers the output gradient, own rows first. Arrived rows go through dgrad of the
-projection and through the attention backward of these queries, which hide the rest of the gather. The weight gradient
-of the projection fills the time without new rows. Key and value gradients accumulate in fp32.
+output is sent to its owner. Backward gathers the output gradient, own rows first. Dgrad of the projection and the
+attention backward of arrived rows hide the rest of the gather. The weight gradient of the projection fills the time
+without new rows. Key and value gradients accumulate in fp32.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013), query-split attention. The fp32 sum at the owner, the cut of slices
 into chunks, and the backward are not from the paper.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
-from megatron_overlap.ops.call import Observer, WeightDone, transport_for
+from megatron_overlap.ops.call import Observer, WeightDone, transport_for, unobserved
 from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
@@ -76,7 +76,7 @@ def attention_linear_reduce_scatter(
         plan = replace(plan, chunks_per_rank=chunks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     target = WgradTarget(main_grad, weight_done, transport.buffer_pool)
-    call = _Call(P2PMethod(transport, plan), causal, scale, target, observer)
+    call = _Call(P2PMethod(transport, plan), causal, scale, target, observer or unobserved)
     y: torch.Tensor = _QuerySplit.apply(q, k, v, w_shard, call)
     return y
 
@@ -109,7 +109,7 @@ class _Call:
     causal: bool
     scale: float
     target: WgradTarget
-    observer: Observer | None
+    observer: Observer
 
 
 class _QuerySplit(torch.autograd.Function):
@@ -132,8 +132,7 @@ class _QuerySplit(torch.autograd.Function):
         y = scatter.finish()
         ctx.save_for_backward(q, k, v, w, context, lse)
         ctx.call = call
-        if call.observer is not None:
-            call.observer("forward", scatter.num_bytes)
+        call.observer("forward", scatter.num_bytes)
         return y.view(-1, batch, features)
 
     @staticmethod
@@ -170,13 +169,12 @@ class _QuerySplit(torch.autograd.Function):
         gather.finish()
         dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
         dw = None if wgrad is None else wgrad.result()
-        if call.observer is not None:
-            # Both gradients use one gather. It is counted for the first.
-            num_bytes = (transport.size - 1) * dy_shard.nbytes
-            if need_x:
-                call.observer("dgrad", num_bytes)
-            if need_w:
-                call.observer("wgrad", 0 if need_x else num_bytes)
+        # Both gradients use one gather. It is counted for the first.
+        num_bytes = (transport.size - 1) * dy_shard.nbytes
+        if need_x:
+            call.observer("dgrad", num_bytes)
+        if need_w:
+            call.observer("wgrad", 0 if need_x else num_bytes)
         return dq, dk, dv, dw, None
 
 

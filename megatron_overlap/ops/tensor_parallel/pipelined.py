@@ -11,7 +11,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
-from megatron_overlap.ops.call import gemm_into, repeated
+from megatron_overlap.ops.call import product, repeated
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, PartLayout, Plan
 
@@ -43,7 +43,7 @@ class PlainGemm:
         return (rows,)
 
     def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        gemm_into(rows[0], b, out, bias)
+        product(rows[0], b, bias, out)
 
     def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
         wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
-from megatron_overlap.ops.call import Observer, transport_for
+from megatron_overlap.ops.call import Observer, transport_for, unobserved
 from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
 from megatron_overlap.ops.wgrad import add_wide, like_fp32
@@ -53,10 +53,7 @@ class UlyssesPlan:
         return next((layout for layout in layouts if layout.aligned and layout.num_groups > 1), layouts[0])
 
     def most_groups(self, num_heads: int, num_kv_heads: int, num_ranks: int, head_bytes: int) -> int:
-        """Upper limit of the number of head groups.
-
-        `head_bytes` is the size of one head of a rank's rows. It must be the same number on every rank.
-        """
+        """Upper limit of the number of head groups; see `UlyssesCall.head_bytes`."""
         limit = self.num_groups
         if limit is None:
             heads = num_heads // num_ranks + 2 * -(-num_kv_heads // num_ranks)
@@ -141,10 +138,10 @@ class UlyssesCall(NamedTuple):
         own = layout.rows_of(transport.rank)
         if own != x.shape[0]:
             raise ValueError(f"layout: {own} rows for rank {transport.rank}: the tensors have {x.shape[0]}")
-        return cls(transport, layout, plan or UlyssesPlan(), observer or (lambda direction, num_bytes: None))
+        return cls(transport, layout, plan or UlyssesPlan(), observer or unobserved)
 
     def head_bytes(self, x: torch.Tensor, size: int) -> int:
-        """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
+        """Bytes of one head of the mean number of rows of a rank: the same on all ranks."""
         return self.layout.num_rows * x.shape[1] * size * x.element_size() // self.layout.num_ranks
 
     def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
@@ -239,9 +236,8 @@ class _KeyGradients:
 class HeadAttention:
     """Attention of the heads of one rank. It saves the tensors that backward needs.
 
-    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each.
-    Forward messages contain the key/value heads that are sent with a group. Backward messages contain the gradients of
-    those that no later group needs.
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
+    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, transport_of
-from megatron_overlap.ops.call import Observer
+from megatron_overlap.ops.call import Observer, unobserved
 from megatron_overlap.ops.flash_attention import accumulation_dtype, documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
 from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
@@ -87,7 +87,7 @@ def balanced_attention(
     if rebalances is not None and not rebalances[0].moves:
         rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer)
+    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer or unobserved)
     out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
     return out
 

@@ -1,8 +1,8 @@
 """Executes one pass of balanced attention in one direction on one rank.
 
 The rows may come in the linear layout (`schedules.varlen.rebalance`). Surplus rows leave at the start. Missing rows
-arrive while the rank computes with its own. They are last in the attention layout, so they belong to whole documents,
-or to rings if the rank has no whole documents. Results leave for the linear layout as soon as they are computed.
+arrive while the rank computes with its own. They are last in the attention layout, so they mostly belong to whole
+documents. Results leave for the linear layout as soon as they are computed.
 """
 
 from bisect import bisect_left
@@ -74,8 +74,7 @@ class PassExecutor:
         if self._moved is not None:
             results = self._moved.finish()
             self._num_bytes += self._moved.num_bytes
-        if self._options.observer is not None:
-            self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
+        self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
         return results
 
     def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> list[int]:

@@ -160,11 +160,9 @@ class RowMessages:
 
 
 class _Transfers:
-    """The transfers of one rank, without the tensor of the rows that it sends.
+    """The transfers of one rank, which `repeated` builds for a tensor of the rows that it sends.
 
-    Attributes:
-        numbers: of the messages that this rank receives, by plan and round.
-        repeated: builds the transfers of a tensor.
+    `numbers` are those of the messages that this rank receives, by plan and round.
     """
 
     def __init__(

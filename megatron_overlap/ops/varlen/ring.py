@@ -141,7 +141,7 @@ class CallOptions:
     window: int | None
     passing: Passing | None
     rebalances: tuple[Rebalance, Rebalance] | None
-    observer: Observer | None
+    observer: Observer
 
 
 def begin_rings(
@@ -166,14 +166,11 @@ def begin_rings(
 
 
 class RingRows:
-    """The payloads of ring groups, or their results: the rows that this rank sends and receives, and the messages.
-
-    The constructor packs the own payloads, posts the messages, and sets the rows of the groups.
+    """The payloads of ring groups, or their results. The constructor packs the own payloads and posts the messages.
 
     Attributes:
         sent, received: see `RowMessages`.
         numbers: of the units of `messages.mark_ready` that complete results, by key.
-        messages: the posted messages.
     """
 
     def __init__(self, runs: Sequence[RingGroupRun], name: str, *, results: bool = False) -> None:

@@ -116,7 +116,7 @@ class Traffic:
 def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
     """The messages of every ring group in pass `index`, of all ranks; the same on every rank.
 
-    Recent results are cached, because every layer of a model makes the same call.
+    Cached, because every layer of a model makes the same call.
     """
     if (traffic, window) in _recent_calls:
         _recent_calls.remove((traffic, window))

@@ -90,9 +90,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The placement of every token of a batch during attention.
-
-    Compares by identity: as a cache key a plan would be hashed in time proportional to its documents.
+    """The placement of every token of a batch during attention. Compares by identity, as a fast cache key.
 
     Attributes:
         method: name of the planner, a key of `partition.METHODS`.
