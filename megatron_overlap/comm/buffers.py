@@ -15,14 +15,11 @@ class BufferPool:
     a name before the next operation takes it.
 
     A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer. It grows by
-    at least a quarter, because a pool whose sizes vary would replace it, and fragment memory, at every new largest one.
-
-    Args:
-        within: returns the context of allocations, such as another memory pool.
+    at least a quarter: sizes that vary would replace it, and fragment memory, at every new largest one. `within`
+    returns the context of allocations, such as another memory pool.
 
     Attributes:
-        derived: what callers derive from buffers of the pool, by keys of theirs. It is emptied when a buffer is
-            replaced.
+        derived: what callers derive from buffers, by keys of theirs; emptied when a buffer is replaced.
     """
 
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:

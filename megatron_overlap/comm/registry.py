@@ -36,10 +36,9 @@ class Transports:
         return self._open.get(group, {}).get(channel)
 
     def open(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> Transport:
-        """Return the transport of `group` and `options.channel`; the first call opens it with the options.
+        """Return the transport of `group` and `options.channel`. The first call is collective and opens it.
 
-        The first call is collective. Messages use a separate communicator, so that they are never ordered behind
-        Megatron's collectives.
+        Messages use a separate communicator, so that they are never ordered behind Megatron's collectives.
 
         Raises:
             TransportError: a rank did not connect within the deadline, or this torch cannot register buffers.

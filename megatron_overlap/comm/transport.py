@@ -33,8 +33,7 @@ class TransportOptions:
     Attributes:
         channel: key of `registry.CHANNELS`; each channel of a group is a separate transport.
         timeout_s: deadline of one wait in seconds; None means the timeout of the group.
-        trace: receives the events of all messages and waits.
-        flight_recorder: records operations and explains failed waits.
+        trace, flight_recorder: receive the events of messages and waits; explain failed waits.
         ordered: never report messages as completed, see `OrderedTransport`.
         register_buffers: allocate NCCL buffers from its own memory pool and register them with the communicator.
     """
@@ -208,10 +207,7 @@ class Transport(Protocol):
 
 
 class OrderedTransport:
-    """A transport of messages that are never reported as completed: the order of computation depends on the plan alone.
-
-    Results are then bitwise reproducible.
-    """
+    """Never reports messages as completed: the plan alone orders computation, and results are bitwise reproducible."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner, self.close = inner, inner.close

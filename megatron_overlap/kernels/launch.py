@@ -88,15 +88,11 @@ def newest(capability: int) -> int:
 def config_for(
     capability: int, rows: int, columns: int, depth: int, *, num_programs: int, other: bool = False
 ) -> GemmConfig:
-    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]`.
+    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]` on `num_programs` blocks.
 
     Args:
-        capability: 10 times the compute capability. A capability newer than `ARCHITECTURES` uses the newest of them.
-        num_programs: blocks of the persistent grid.
+        capability: 10 times the compute capability, see `newest`.
         other: return the aligned shape that this rule does not select.
-
-    Raises:
-        ValueError: the device is older than sm_80.
     """
     arch = newest(capability)
     if columns % ALIGNMENT or depth % ALIGNMENT:
@@ -112,10 +108,8 @@ class RowTiles:
 
     Attributes:
         table: int32 `[count, 8]`, the fields of `RowTile`.
-        count: number of tiles.
         first: length of the leading run of tiles that are all own or all remote.
-        rows: largest `stop` of any tile.
-        block: rows of the largest tile.
+        rows, block: largest `stop` of any tile, and rows of the largest tile.
     """
 
     table: torch.Tensor

@@ -27,10 +27,9 @@ gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The
 
 
 class Projection(NamedTuple):
-    """A weight and the destination of its gradient.
+    """A weight `[F, K]` and the destination of its gradient.
 
     Attributes:
-        weight: `[F, K]`.
         main_grad: buffer to which the gradient is added, as Megatron's gradient accumulation fusion does; None returns
             the gradient to autograd.
         done: called in backward after the gradient is added to `main_grad`; autograd gets its return value.

@@ -45,7 +45,6 @@ class WeightGradient:
 
     Args:
         weight: the parameter `[F, K]`; only its shape, dtype and device are used.
-        target: the destination.
         sum_in_fp32: sum bf16 and fp16 products of several row ranges in fp32 and round once. Otherwise the sum is
             rounded after each range, which needs no fp32 buffer.
 
@@ -90,10 +89,9 @@ class WeightGradient:
 
 
 class ProductSum:
-    """A sum of matrix products, written to `out`.
+    """A sum of matrix products, written to `out`, contiguous.
 
     Args:
-        out: the result; contiguous.
         buffer_pool, name: of the fp32 buffer.
         in_fp32: sum bf16 and fp16 products in fp32 and round once. Otherwise the sum is rounded after each product.
         is_empty: the first product overwrites `out`. Otherwise the sum begins with its content, which may be in fp32.

@@ -149,7 +149,7 @@ def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Obse
 
 
 class LinearContext(Protocol):
-    """What the linear layers use of the autograd context. The saved tensors are input and weight."""
+    """The autograd context of the linear layers. The saved tensors are input and weight."""
 
     call: LinearOptions
     saved_tensors: tuple[torch.Tensor, torch.Tensor]

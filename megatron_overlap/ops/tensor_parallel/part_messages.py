@@ -135,7 +135,6 @@ class PartMessages(ABC):
     """The messages of one part in one step, in forward and in backward.
 
     Args:
-        buffer_pool: of the transport.
         deferred_wgrad: gets the weight gradients of both parts of the step.
         serial: wait for each message where it starts, to measure the time without overlap.
 

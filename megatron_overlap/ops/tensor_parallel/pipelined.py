@@ -58,13 +58,11 @@ class PipelinedAllGather:
     The plan defines the order of the sends. Rows of several peers that share a link may arrive in another order.
 
     Args:
-        transport, plan: carries the shards, in the order of an all-gather plan.
+        plan, layout: an all-gather plan and the rows of its chunks.
         shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message
             carries a chunk of all of them.
-        layout: rows of every chunk.
         into: the gathered rows, one tensor `[num_rows, ...]` for each of `shard`; own rows are copied into it only with
             `whole`.
-        op: name in error messages.
         whole: the consumer reads the own and the received rows as one tensor.
         repeats: `into` are buffers of the transport's pool, and further calls have the same plan and layout.
 

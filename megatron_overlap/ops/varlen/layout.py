@@ -137,7 +137,6 @@ class RowMessages:
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
             of: the object from which plans and keys are derived, the same one in each layer.
-            name: name of the operation, for errors and buffers.
 
         Raises:
             TransportError: copies have too few flags for the messages between two ranks.

@@ -135,7 +135,6 @@ class MessageScheduler:
         """Adds one message for each hop of a path of ranks; returns the index of the last one.
 
         Args:
-            path: ranks from the source to the destination.
             payload, step, to_owner: see `Message`.
             rows: first row, and the row after the last.
             after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.

@@ -32,12 +32,8 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
 
     Args:
         lengths: tokens of each document. Empty documents are not placed.
-        topology: nodes and devices.
         capacity: tokens a rank may hold in one pass.
         cost: cost model; the default describes an H100.
-
-    Returns:
-        The plan of all ranks.
 
     Raises:
         CapacityError: a document is longer than one pass of all ranks.
