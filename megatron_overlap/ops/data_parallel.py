@@ -149,7 +149,7 @@ class Reduction:
         # Rank 0 has the longest shard.
         name, shape = f"bucket{self._number}", (layout.shard_rows(0) * (size - 1),)
         of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
-        shards = repeated(transport, of, lambda: _Shards(*of)) if transport.prepares else _Shards(*of)
+        shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
         self._p2p_work = transport.begin(Exchange(shards.repeated, bucket), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))

@@ -41,6 +41,20 @@ _Sequences = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
 """First rows of packed sequences and their longest length, each of queries and keys."""
 
 
+class Attended(NamedTuple):
+    """Inputs and results of attention, in one of the layouts. The results may be merged over more keys than `k`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, rows: slice) -> "Attended":
+        """Some rows of all tensors, `[rows, ...]` each."""
+        return Attended(*(x[rows] for x in self))
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums of `dtype` values: fp32 for bf16 and fp16, otherwise `dtype`."""
     return torch.promote_types(dtype, torch.float32)
@@ -70,23 +84,14 @@ def flash_forward(
 
 
 def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    tile_mask: TileMask | None = None,
+    dout: torch.Tensor, attended: Attended, *, causal: bool, scale: float, tile_mask: TileMask | None = None
 ) -> Grads:
-    """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
-    if not q.is_cuda:
-        cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
+    """Gradients of `flash_forward`."""
+    if not dout.is_cuda:
+        cpu_grads: Grads = _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return cpu_grads
-    sequences = None, None, q.shape[2], k.shape[2]
-    rows = [*(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.contiguous()]
+    sequences = None, None, attended.q.shape[2], attended.k.shape[2]
+    rows = [*(x.transpose(1, 2) for x in (dout, *attended[:4])), attended.lse.contiguous()]
     grads = _cuda_backward(rows, sequences, causal, scale, tile_mask)
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
@@ -184,40 +189,24 @@ def partial_forward(
     return out, lse
 
 
-def partial_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    mask: Mask | None,
-) -> Grads:
+def partial_backward(dout: torch.Tensor, attended: Attended, scale: float, mask: Mask | None) -> Grads:
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
+    q, k, v, out, lse = attended
     if _is_one_call(q, k, mask):
-        return _backward((dout, q, k, v, out), lse, scale, mask is not None)
+        return _backward(dout, attended, scale, mask is not None)
     assert mask is not None
     grads = tuple(torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     for rows, keys, tile_mask in _tiles(q, k, mask):
-        tensors = dout[rows], q[rows], k[keys], v[keys], out[rows]
-        parts = _backward(tensors, lse[rows], scale, False, tile_mask)
+        tile = Attended(q[rows], k[keys], v[keys], out[rows], lse[rows])
+        parts = _backward(dout[rows], tile, scale, False, tile_mask)
         for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
             grad[place] += part
     return grads  # type: ignore[return-value]
 
 
-def documents_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def documents_forward(attended: Attended, lengths: Sequence[int], scale: float, window: int | None) -> None:
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
+    q, k, v, out, lse = attended
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
         sequences, tile_mask = (starts, starts, longest, longest), None if window is None else (window, 0)
@@ -230,27 +219,19 @@ def documents_forward(
 
 
 def documents_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    grads: Grads,
+    dout: torch.Tensor, attended: Attended, lengths: Sequence[int], scale: float, window: int | None, grads: Grads
 ) -> None:
     """Gradients of `documents_forward`; writes `grads`."""
-    if q.is_cuda:
-        starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
-        given, sequences = (dout.contiguous(), q, k, v, out, lse.t().contiguous()), (starts, starts, longest, longest)
+    if dout.is_cuda:
+        starts, longest = _cu_seqlens(lengths, dout.device), max(lengths)
+        given = dout.contiguous(), *attended[:4], attended.lse.t().contiguous()
+        sequences = starts, starts, longest, longest
         parts = _cuda_backward(given, sequences, True, scale, None if window is None else (window, 0))
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part)
         return
     for rows in _runs(lengths):
-        parts = partial_backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale, Mask(0, window))
+        parts = partial_backward(dout[rows], attended.rows(rows), scale, Mask(0, window))
         for grad, part in zip(grads, parts, strict=True):
             grad[rows] = part
 
@@ -295,10 +276,11 @@ def _forward(
 
 
 def _backward(
-    tensors: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, causal: bool, tile_mask: TileMask | None = None
+    dout: torch.Tensor, attended: Attended, scale: float, causal: bool, tile_mask: TileMask | None = None
 ) -> Grads:
-    dout, q, k, v, out = map(_heads, tensors)
-    grads = flash_backward(dout, q, k, v, out, lse.t()[None], causal=causal, scale=scale, tile_mask=tile_mask)
+    dout, q, k, v, out = map(_heads, (dout, *attended[:4]))
+    by_heads = Attended(q, k, v, out, attended.lse.t()[None])
+    grads = flash_backward(dout, by_heads, causal=causal, scale=scale, tile_mask=tile_mask)
     dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
     return dq, dk, dv
 

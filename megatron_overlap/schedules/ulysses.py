@@ -13,9 +13,7 @@ sent first, so the link never waits for an attention while another piece is read
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -60,11 +58,6 @@ class SequenceLayout:
         pieces = [_cut(num_rows, 2 * num_ranks, index) for index in range(2 * num_ranks)]
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(num_ranks)))
 
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> SequenceLayout:
-        """One run per rank, in rank order, of the given lengths."""
-        return cls(tuple((run,) for run in pairwise(accumulate(lengths, initial=0))))
-
     @property
     def num_ranks(self) -> int:
         return len(self.runs)
@@ -103,7 +96,7 @@ class Call:
     source_group: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HeadLayout:
     """The heads of every rank, by head group.
 
@@ -177,16 +170,6 @@ class HeadLayout:
             stop = min(stop, self.keys(rank, group + 1)[0])
         return start, stop
 
-    @cached_property
-    def _source_groups(self) -> dict[tuple[int, int], int]:
-        """The group whose message contains a key/value head, by rank and head."""
-        return {
-            (rank, head): group
-            for rank in range(self.num_ranks)
-            for group in range(self.num_groups)
-            for head in range(*self.first_keys(rank, group))
-        }
-
     def calls(self, rank: int, group: int) -> tuple[Call, ...]:
         """The attention calls of `rank` in `group`, as few as the sharing of key/value heads permits."""
         first, last = self.queries(rank, group)
@@ -194,7 +177,8 @@ class HeadLayout:
         found: list[Call] = []
         for head in range(*self.keys(rank, group)):
             queries = max(first, head * ratio), min(last, (head + 1) * ratio)
-            source_group = self._source_groups[rank, head]
+            groups = range(group, -1, -1)
+            source_group = next(each for each in groups if head in range(*self.first_keys(rank, each)))
             before = found[-1] if found else None
             if before is not None and before.source_group == source_group:
                 each = (before.queries[1] - before.queries[0]) // (before.keys[1] - before.keys[0])

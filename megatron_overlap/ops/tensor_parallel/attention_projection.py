@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.ops.call import Observer, WeightDone, transport_for, unobserved
-from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
+from megatron_overlap.ops.flash_attention import Attended, flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
 from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
@@ -259,8 +259,8 @@ class AttentionRows:
         for keys, causal in self._calls(start, stop):
             dout, queries, out = (_rows(x) if causal else _group_queries(x, num_kv) for x in rows)
             part_lse = log if causal else log.reshape(log.shape[0], num_kv, -1)
-            k, v = _rows(self.k[keys]), _rows(self.v[keys])
-            part, dk, dv = flash_backward(dout, queries, k, v, out, part_lse, causal=causal, scale=self.scale)
+            attended = Attended(queries, _rows(self.k[keys]), _rows(self.v[keys]), out, part_lse)
+            part, dk, dv = flash_backward(dout, attended, causal=causal, scale=self.scale)
             parts.append(part.permute(2, 0, 1, 3) if causal else _ungroup_queries(part, stop - start))
             terms.append((keys, dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)))
         if len(parts) == 1:

@@ -46,9 +46,6 @@ class Rebalance:
     after: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    def receives(self, rank: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.to == rank)
-
     def inverse(self) -> Rebalance:
         """The moves that return every row; also those of the gradients."""
         moves = [
