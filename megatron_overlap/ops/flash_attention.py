@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.wgrad import add_wide, like_fp32
+
 _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -234,6 +237,35 @@ def documents_backward(
         parts = partial_backward(dout[rows], attended.rows(rows), scale, Mask(0, window))
         for grad, part in zip(grads, parts, strict=True):
             grad[rows] = part
+
+
+class KeyGradients:
+    """Gradients of keys and values, `shape` each, with the dtype and device of `like`.
+
+    Where several terms are `added` to an element, sums of bf16 and fp16 are in fp32 and rounded once.
+    """
+
+    def __init__(self, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool, *, added: bool = True) -> None:
+        self._dtype, self._buffer_pool, self._added = like.dtype, buffer_pool, added
+        if not added or like.element_size() >= 4:
+            self._totals = like.new_empty(shape), like.new_empty(shape)
+        else:
+            dk, dv = buffer_pool.take("key_gradients", (2, *shape), like_fp32(like))
+            self._totals = dk, dv
+        for total in self._totals if added else ():
+            total.zero_()
+
+    def add(self, place: slice | tuple[slice, ...], dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Adds terms to elements `place`, or writes them."""
+        for total, term in zip(self._totals, (dk, dv), strict=True):
+            if self._added:
+                add_wide(total[place], term, self._buffer_pool)
+            else:
+                total[place].copy_(term)
+
+    def result(self) -> list[torch.Tensor]:
+        """Gradients of keys and values."""
+        return [total.to(self._dtype) for total in self._totals]
 
 
 def _is_one_call(q: torch.Tensor, k: torch.Tensor, mask: Mask | None) -> bool:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, WeightDone, transport_for, unobserved
-from megatron_overlap.ops.flash_attention import Attended, flash_backward, flash_forward
+from megatron_overlap.ops.flash_attention import Attended, KeyGradients, flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
-from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
 # One more chunk costs two kernel calls, a merge and a GEMM of fewer rows. It reduces exposed communication.
@@ -150,16 +150,20 @@ class _QuerySplit(torch.autograd.Function):
         full = buffer_pool.take("gather", (positions, batch * features), dy_shard, symmetric=True)
         dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
         wgrad = WeightGradient(w, call.target) if need_w else None
-        inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
+        rows = AttentionRows(q, k, v, call.causal, call.scale)
+        keys = KeyGradients(k.shape, k, buffer_pool) if need_x else None
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         op = "attention_linear_reduce_scatter dgrad"
         gather = PipelinedAllGather(transport, schedule, (dy_shard,), layout, (full,), op, repeats=True)
         gather.copy_own_rows()
         spans = Spans()
         for (start, stop), (dy,) in gather:
-            if inputs is not None:
+            if keys is not None:
                 dcontext = buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))
-                inputs.add(start, stop, dcontext, context[start:stop], lse[:, start:stop])
+                attended = context[start:stop], lse[:, start:stop]
+                for place, dk, dv in rows.backward(start, stop, dcontext, *attended, dq[start:stop]):
+                    keys.add(place, dk, dv)
             spans.add((start * batch, stop * batch))
             # The weight gradient fills the time without new rows; on a GPU it is one GEMM after the last row.
             if wgrad is not None and not (dy_rows.is_cuda or gather.ready):
@@ -167,7 +171,6 @@ class _QuerySplit(torch.autograd.Function):
         if wgrad is not None:
             spans.add_to(wgrad, dy_rows, context_rows)
         gather.finish()
-        dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
         dw = None if wgrad is None else wgrad.result()
         # Both gradients use one gather. It is counted for the first.
         num_bytes = (transport.size - 1) * dy_shard.nbytes
@@ -175,31 +178,7 @@ class _QuerySplit(torch.autograd.Function):
             call.observer("dgrad", num_bytes)
         if need_w:
             call.observer("wgrad", 0 if need_x else num_bytes)
-        return dq, dk, dv, dw, None
-
-
-class _InputGradients:
-    """Gradients of q, k and v, accumulated over query ranges; those of keys and values in fp32."""
-
-    def __init__(self, rows: AttentionRows, buffer_pool: BufferPool) -> None:
-        self._rows, self._buffer_pool = rows, buffer_pool
-        k = rows.k
-        self._dq = torch.empty_like(rows.q, memory_format=torch.contiguous_format)
-        if k.element_size() == 4:
-            self._dk, self._dv = (torch.zeros_like(k, memory_format=torch.contiguous_format) for _ in range(2))
-        else:
-            self._dk, self._dv = (buffer_pool.take(name, k.shape, like_fp32(k)).zero_() for name in ("dk", "dv"))
-
-    def add(self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor) -> None:
-        """Adds the contribution of queries `[start, stop)`; see `AttentionRows.backward`."""
-        for keys, dk, dv in self._rows.backward(start, stop, dcontext, context, lse, self._dq[start:stop]):
-            add_wide(self._dk[keys], dk, self._buffer_pool)
-            add_wide(self._dv[keys], dv, self._buffer_pool)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv in the dtype of the inputs."""
-        dtype = self._rows.k.dtype
-        return self._dq, self._dk.to(dtype), self._dv.to(dtype)
+        return *((None, None, None) if keys is None else (dq, *keys.result())), dw, None
 
 
 @dataclass(frozen=True, slots=True)

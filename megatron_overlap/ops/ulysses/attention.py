@@ -14,11 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for, unobserved
-from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
+from megatron_overlap.ops.flash_attention import (
+    Kernel,
+    KeyGradients,
+    SavedSequence,
+    sequence_backward,
+    sequence_forward,
+)
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
-from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
@@ -184,7 +189,8 @@ class _Ulysses(torch.autograd.Function):
         dy = grads[0]
         call, attention, heads = ctx.call, ctx.attention, ctx.attention.heads
         dq = torch.empty_like(dy, memory_format=torch.contiguous_format)
-        keys = _KeyGradients(heads, ctx.shape, dy, call.transport.buffer_pool)
+        # Each rank that uses a head computes a term.
+        keys = KeyGradients(ctx.shape, dy, call.transport.buffer_pool, added=heads.shares_keys)
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             for peer, slot in zip(peers, slots, strict=True):
@@ -195,42 +201,12 @@ class _Ulysses(torch.autograd.Function):
             queries, complete = heads.queries(peer, group), heads.last_keys(peer, group)
             query_grad, key_grad, value_grad = attention.split(rows, queries, complete)
             dq[:, :, slice(*queries)].copy_(query_grad)
-            keys.add(complete, key_grad, value_grad)
+            keys.add((slice(None), slice(None), slice(*complete)), key_grad, value_grad)
 
         all_to_all = call.begin(attention, dy, "ulysses_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume)
         call.observer("dgrad", all_to_all.num_bytes)
         return dq, *keys.result(), None, None
-
-
-class _KeyGradients:
-    """Gradients of the own rows of all key/value heads, summed over the ranks that use a head."""
-
-    def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool) -> None:
-        self._totals = self._own = [like.new_empty(shape), like.new_empty(shape)]
-        self._shared, self._buffer_pool = heads.shares_keys, buffer_pool
-        if self._shared:
-            if like.element_size() < 4:
-                # Sums over ranks accumulate in fp32 and are rounded once.
-                self._totals = list(buffer_pool.take("ulysses_keys", (2, *shape), like_fp32(like)).unbind())
-            for total in self._totals:
-                total.zero_()
-
-    def add(self, heads: tuple[int, int], key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Adds the gradients that one rank computed for a run of heads."""
-        for total, term in zip(self._totals, (key_grad, value_grad), strict=True):
-            own = total[:, :, slice(*heads)]
-            if self._shared:
-                add_wide(own, term, self._buffer_pool)
-            else:
-                own.copy_(term)
-
-    def result(self) -> list[torch.Tensor]:
-        """Gradients of keys and values."""
-        if self._totals is not self._own:
-            for own, total in zip(self._own, self._totals, strict=True):
-                own.copy_(total)
-        return self._own
 
 
 class HeadAttention:
