@@ -15,19 +15,16 @@ class BufferPool:
     a name before the next operation takes it.
 
     A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer. It grows by
-    at least a quarter, because a pool whose sizes vary would replace it, and fragment memory, at every new largest one.
-
-    Args:
-        within: returns the context of allocations, such as another memory pool.
+    at least a quarter: sizes that vary would replace it, and fragment memory, at every new largest one. `within`
+    returns the context of allocations, such as another memory pool.
 
     Attributes:
-        derived: what callers derive from buffers of the pool, by keys of theirs. It is emptied when a buffer is
-            replaced.
+        derived: what callers derive from buffers, by keys of theirs; emptied when a buffer is replaced.
     """
 
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._within = within
-        self._storage: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._storage: dict[tuple[str, torch.dtype, torch.device, bool], torch.Tensor] = {}
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
         self._taken: dict[tuple[object, ...], torch.Tensor] = {}
         self.derived: dict[Any, Any] = {}
@@ -39,36 +36,37 @@ class BufferPool:
             symmetric: all ranks take this name with the same size at the same operation. A pool of symmetric memory
                 returns the same address on all ranks.
         """
-        key = (name, like.dtype, like.device)
-        self._content.pop(key, None)
+        key = (name, like.dtype, like.device, symmetric)
+        self._content.pop(key[:3], None)
         taken = self._taken.get((key, *shape))
         if taken is not None:
             return taken
         size = prod(shape)
         storage = self._storage.get(key)
-        if storage is None or storage.numel() < size:
-            capacity = size if storage is None else max(size, storage.numel() * 5 // 4)
-            # Free the old buffer first to lower the peak.
-            self._replace(storage)
-            del storage
-            self._storage.pop(key, None)
-            self.forget()
-            # Training writes to buffers that generation allocated, which torch refuses for tensors of inference mode.
-            with self._within(), torch.inference_mode(False):
-                storage = torch.empty(capacity, dtype=like.dtype, device=like.device)
-            self._storage[key] = storage
+        # Training writes to buffers that generation allocated, which torch refuses for tensors of inference mode.
         with torch.inference_mode(False):
-            return self._keep((key, *shape), storage[:size].view(*shape))
-
-    def _replace(self, buffer: object) -> None:
-        """Called with a buffer before a larger one takes its place; None for a new name."""
-
-    def _keep(self, key: tuple[object, ...], buffer: torch.Tensor) -> torch.Tensor:
-        """Return the same tensor for the same shape. Shapes that never repeat must not add up."""
+            if storage is None or storage.numel() < size:
+                capacity = size if storage is None else max(size, storage.numel() * 5 // 4)
+                # Free the old buffer first to lower the peak.
+                self._replace(storage)
+                del storage
+                self._storage.pop(key, None)
+                self.forget()
+                storage = self._storage[key] = self._allocate(name, capacity, like, symmetric=symmetric)
+            taken = storage[:size].view(*shape)
+        # Shapes that never repeat must not add up.
         if len(self._taken) >= _MAX_TENSORS:
             self.forget()
-        self._taken[key] = buffer
-        return buffer
+        self._taken[key, *shape] = taken
+        return taken
+
+    def _allocate(self, name: str, capacity: int, like: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
+        """Return a new buffer of `capacity` elements."""
+        with self._within():
+            return torch.empty(capacity, dtype=like.dtype, device=like.device)
+
+    def _replace(self, buffer: torch.Tensor | None) -> None:
+        """Called with a buffer before a larger one takes its place; None for a new name."""
 
     def forget(self) -> None:
         """Drop all tensors of earlier calls, and what is derived from them."""
@@ -86,7 +84,7 @@ class BufferPool:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each name."""
         sizes: dict[str, int] = {}
-        for (name, _, _), storage in self._storage.items():
+        for (name, *_), storage in self._storage.items():
             sizes[name] = sizes.get(name, 0) + storage.nbytes
         return sizes
 

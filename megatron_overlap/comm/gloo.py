@@ -26,8 +26,7 @@ from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, Transport
 from megatron_overlap.tracing import WorkEvents
 
 # A tag has 31 bits: messages of one operation, and operations before tags repeat.
-_TAGS_PER_OP = 1 << 13
-_NUM_OPS = 1 << 17
+_TAGS_PER_OP, _NUM_OPS = 1 << 13, 1 << 17
 _GRACE_S = 5.0
 """Time beyond the deadline in which the threads may report which message failed."""
 

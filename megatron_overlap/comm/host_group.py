@@ -18,9 +18,8 @@ _ROUNDS = 20
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
     """Return a key-value store that exactly the ranks of `group` share, with keys that no earlier call used.
 
-    Collective: every rank of `group` makes the same calls in the same order. `new_group` is no alternative. It needs
-    every rank of the job or, with local synchronisation, derives its name from the number of groups that a rank is in.
-    That number differs between the ranks of Megatron's groups, and they deadlock (torch 2.13).
+    Collective: every rank of `group` makes the same calls in the same order. `new_group` would deadlock (torch 2.13):
+    with local synchronisation its name depends on the number of groups of a rank, which differs in Megatron's groups.
     """
     store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
     # The store counts the calls of each rank, so that the count lives exactly as long as the keys that it separates.
@@ -31,9 +30,8 @@ def store_beside(group: dist.ProcessGroup) -> dist.Store:
 def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:
     """Return a gloo process group of `size` ranks; returns on no rank before all ranks have connected.
 
-    gloo's own rendezvous ends on each rank separately. A rank that closes its group at once would break the connection
-    of a peer that still connects. The keys of `store` are new. `timeout_s` is the deadline of the rendezvous and of
-    each collective.
+    gloo's own rendezvous ends on each rank separately, and a rank that closes its group at once would break the
+    connection of a peer. The keys of `store` are new. `timeout_s` limits the rendezvous and each collective.
 
     Raises:
         RuntimeError: a rank did not connect within the deadline.
@@ -56,14 +54,14 @@ class HostGroup:
     """All ranks of a process group, or some of them, connected by gloo whatever the backend of the group is.
 
     Messages travel in host memory and are not ordered behind device queues or other collectives of the group. Every
-    method but `close` is collective: all ranks call the same methods in the same order, from one thread at a time. It
-    raises a `TransportError` where a peer is gone or the deadline has passed.
+    method but `close` is collective, in the same order on all ranks, from one thread at a time. It raises a
+    `TransportError` where a peer is gone or the deadline has passed.
 
     Args:
         group: the process group. All its ranks construct their `HostGroup` at the same point of the program.
-        ranks: ranks of `group` to connect, in ascending order; this rank is one of them. None connects all.
+        ranks: ranks of `group` to connect, in ascending order, with this rank. None connects all.
         timeout_s: deadline of one call in seconds.
-        name: names the purpose in error messages.
+        name: purpose, for error messages.
 
     Attributes:
         rank, size: number of this rank among the connected ranks, and their number.
@@ -111,7 +109,7 @@ class HostGroup:
         return result
 
     def barrier(self) -> None:
-        """Return when all ranks have called."""
+        """Return when all ranks have called it."""
         self._wait(self._open().barrier())
 
     def close(self) -> None:
@@ -142,10 +140,8 @@ def compare_clocks(group: dist.ProcessGroup, clock: Clock = time.perf_counter_ns
     """Return the offset from this rank's clock to rank 0's clock. Collective.
 
     Rank 0 requests the clock of each peer several times. It assumes that the peer read its clock midway between request
-    and reply. The fastest round gives the offset; half its duration bounds the error.
-
-    Raises:
-        RuntimeError: a rank did not reply within the deadline.
+    and reply. The fastest round gives the offset; half its duration bounds the error. Raises a `RuntimeError` if a rank
+    does not reply within the deadline.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # A separate group on the host: device queues and other collectives would delay the messages.

@@ -35,10 +35,8 @@ class NcclTransport:
 
     def __init__(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.exposed_s = 0.0
-        self._channel = options.channel
+        self.exposed_s, self._channel, self._num_p2p_works = 0.0, options.channel, 0
         self._timing = CudaEvents(options.trace) if options.trace is not None else None
-        self._num_p2p_works = 0
         self.ranks = dist.get_process_group_ranks(group)
         device = self._device = torch.device("cuda", torch.cuda.current_device())
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -206,11 +204,9 @@ class NcclP2PWork:
 
 
 class NcclCollective:
-    """See `CollectiveWork`. In a trace it is one message to the next rank, as in a ring.
+    """See `CollectiveWork`. `start` enqueues it after the work of the current stream.
 
-    Args:
-        start: enqueues the collective after the work of the current stream.
-        whole, own: rows of all ranks, and of this rank. Each rank sends and receives the difference of their sizes.
+    In a trace it is one message to the next rank, as in a ring, of the rows `whole` of all ranks without `own` rows.
     """
 
     def __init__(
@@ -253,11 +249,8 @@ class NcclCollective:
 class CudaEvents:
     """Collects pairs of timing events until the trace is taken, then converts them to the host's clock.
 
-    A wait is the time between an event before `wait_event` and one after it on the computing stream. The stream reaches
-    the first event when it has executed all earlier work.
-
-    Args:
-        trace: receives the events. Taking it synchronises the device, so take it between steps.
+    A wait is the time between an event before `wait_event` and one after it on the computing stream. Taking the trace
+    synchronises the device, so take it between steps.
 
     Attributes:
         intervals: two positions of a stream, and a function that records the times in ns at which it reached them.

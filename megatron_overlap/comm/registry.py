@@ -20,7 +20,6 @@ CHANNELS: Mapping[str, str] = {
 }
 """Channels of the package and what each carries. Operations of one channel begin in the same order on all ranks."""
 
-
 PART_CHANNELS = "part a", "part b"
 """The channels of the parts of a split micro-batch. In one channel a message that is not yet sent would delay those of
 the other part."""
@@ -34,14 +33,12 @@ class Transports:
 
     def find(self, group: dist.ProcessGroup, channel: str = "") -> Transport | None:
         """Return the open transport of a group and channel, or None."""
-        channels = self._open.get(group)
-        return None if channels is None else channels.get(channel)
+        return self._open.get(group, {}).get(channel)
 
     def open(self, group: dist.ProcessGroup, options: TransportOptions = DEFAULT_OPTIONS) -> Transport:
-        """Return the transport of `group` and `options.channel`; the first call opens it with the options.
+        """Return the transport of `group` and `options.channel`. The first call is collective and opens it.
 
-        The first call is collective. Messages use a separate communicator, so that they are never ordered behind
-        Megatron's collectives.
+        Messages use a separate communicator, so that they are never ordered behind Megatron's collectives.
 
         Raises:
             TransportError: a rank did not connect within the deadline, or this torch cannot register buffers.
@@ -105,9 +102,8 @@ def close_transport(group: dist.ProcessGroup) -> None:
 def destroy_process_groups() -> None:
     """Close what `transport_of` opened and destroy all process groups; collective. A rank program ends with it.
 
-    A thread of gloo releases the tensors of a collective after the collective has returned, and needs the interpreter
-    for it. It aborts the process if the interpreter ends first. A destroyed group joins its threads, but only if no
-    transport refers to it.
+    A thread of gloo releases the tensors of a collective after it has returned, and aborts the process if the
+    interpreter ends first. A destroyed group joins its threads, but only if no transport refers to it.
     """
     dist.barrier()
     _WITHOUT_SESSION.close()

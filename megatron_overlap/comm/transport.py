@@ -16,17 +16,14 @@ from megatron_overlap.tracing import Trace
 class TransportError(RuntimeError):
     """A message did not arrive. The text names the peer, the operation and the chunk.
 
-    Args:
-        peer: global rank of the peer that failed; -1 if the failure names no single peer.
-
     Attributes:
+        peer: global rank of the peer that failed; -1 if the failure names no single peer.
         explained: whether a `FlightRecorder` has added layer, step and state of the peer to the text.
     """
 
     def __init__(self, text: str, *, peer: int = -1) -> None:
         super().__init__(text)
-        self.peer = peer
-        self.explained = False
+        self.peer, self.explained = peer, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,7 @@ class TransportOptions:
     Attributes:
         channel: key of `registry.CHANNELS`; each channel of a group is a separate transport.
         timeout_s: deadline of one wait in seconds; None means the timeout of the group.
-        trace: receives the events of all messages and waits.
-        flight_recorder: records operations and explains failed waits.
+        trace, flight_recorder: receive the events of messages and waits; explain failed waits.
         ordered: never report messages as completed, see `OrderedTransport`.
         register_buffers: allocate NCCL buffers from its own memory pool and register them with the communicator.
     """
@@ -140,38 +136,29 @@ class Exchange(Sequence[Transfer]):
 
 
 class P2PWork(Protocol):
-    """All messages of one operation, like `torch.distributed.Work`."""
+    """All messages of one operation, like `torch.distributed.Work`.
+
+    A wait raises `TransportError` if the peer is gone or the deadline has passed, here and in `CollectiveWork`.
+    """
 
     def mark_ready(self, work_done: int) -> None:
         """Allow the sends that depend on `work[:work_done]` of the plan; on a device, enqueue those placed there."""
 
     def wait(self, *messages: int) -> None:
-        """Return when the caller may read what `messages` receive. On CUDA: order the current stream after them.
-
-        Raises:
-            TransportError: the peer is gone or the deadline has passed.
-        """
+        """Return when the caller may read what `messages` receive. On CUDA: order the current stream after them."""
 
     def is_completed(self, message: int) -> bool:
         """Return whether `wait` would return at once. Always False where the answer needs a synchronisation."""
 
     def wait_all(self) -> None:
-        """Return when all messages are sent and received, so that the caller may reuse all buffers.
-
-        Raises:
-            TransportError: the peer is gone or the deadline has passed.
-        """
+        """Return when all messages are sent and received, so that the caller may reuse all buffers."""
 
 
 class CollectiveWork(Protocol):
     """A collective that has started, like `torch.distributed.Work`."""
 
     def wait(self) -> None:
-        """Return when the caller may read the result and reuse the input. On CUDA: order the current stream after it.
-
-        Raises:
-            TransportError: the peer is gone or the deadline has passed.
-        """
+        """Return when the caller may read the result and reuse the input. On CUDA: order the current stream."""
 
 
 class Collectives(Protocol):
@@ -225,13 +212,10 @@ class Transport(Protocol):
 
 
 class OrderedTransport:
-    """A transport of messages that are never reported as completed: the order of computation depends on the plan alone.
-
-    Results are then bitwise reproducible.
-    """
+    """Never reports messages as completed: the plan alone orders computation, and results are bitwise reproducible."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+        self._inner, self.close = inner, inner.close
         self.rank, self.size, self.buffer_pool = inner.rank, inner.size, inner.buffer_pool
         self.copy_engines, self.on_device, self.prepares = inner.copy_engines, inner.on_device, inner.prepares
         self.capturable = inner.capturable
@@ -246,9 +230,6 @@ class OrderedTransport:
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> P2PWork:
         return _OrderedP2PWork(self._inner.begin(transfers, op))
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class _OrderedP2PWork:

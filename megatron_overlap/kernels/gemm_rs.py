@@ -153,7 +153,6 @@ def sum_received(
         out: own rows of the sum `[rows, N]`, contiguous.
         tiles: tiles of the own rows, cut by `SUM_ROWS`.
         waits: flags, int32 `[R * parts]`; flag `source * parts + part` is set when that chunk is received.
-        parts: chunks per shard.
 
     Raises:
         ValueError: shapes do not fit.

@@ -34,8 +34,8 @@ MAX_POLLS = 50
 def hopper_unsupported_reason(device: torch.device | int | None = None, deadline_s: float = DEADLINE_S) -> str:
     """Return in one line why the Hopper kernels cannot run on `device`, or an empty string if the self-test passes.
 
-    Takes seconds, or minutes on the first run: call it once and store the result. Ranks of a group may get different
-    results and still work together: both kernels use the same flags, counts and addresses.
+    Takes seconds, or minutes on the first run. Ranks with different results work together: both kernels use the same
+    flags, counts and addresses.
     """
     reason = static_unsupported_reason(device)
     if reason:

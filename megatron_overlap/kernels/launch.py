@@ -31,11 +31,9 @@ class GemmConfig:
     """The shape of a GEMM's tiles.
 
     Attributes:
-        block_m, block_n: rows and columns of a tile.
-        block_k: depth of one step of the main loop.
+        block_m, block_n, block_k: rows and columns of a tile, and depth of one step of the main loop.
         group: row tiles that share columns of B in the L2 cache.
         num_stages: steps of the main loop that are prefetched.
-        num_warps: warps of a block.
         hopper: the GEMM kernels of `kernels.hopper_gemm`, in Gluon, compute the tiles; else the portable ones.
     """
 
@@ -79,7 +77,7 @@ def newest(capability: int) -> int:
     """Return the newest known architecture whose code runs on a device of `capability`.
 
     Raises:
-        ValueError: the device is older than sm_80.
+        ValueError: there is none.
     """
     known = [arch for arch in ARCHITECTURES if arch <= capability]
     if not known:
@@ -90,15 +88,11 @@ def newest(capability: int) -> int:
 def config_for(
     capability: int, rows: int, columns: int, depth: int, *, num_programs: int, other: bool = False
 ) -> GemmConfig:
-    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]`.
+    """Return the tile shape of a GEMM of `[rows, depth]` and `[depth, columns]` on `num_programs` blocks.
 
     Args:
-        capability: 10 times the compute capability. A capability newer than `ARCHITECTURES` uses the newest of them.
-        num_programs: blocks of the persistent grid.
+        capability: 10 times the compute capability, see `newest`.
         other: return the aligned shape that this rule does not select.
-
-    Raises:
-        ValueError: the device is older than sm_80.
     """
     arch = newest(capability)
     if columns % ALIGNMENT or depth % ALIGNMENT:
@@ -114,10 +108,8 @@ class RowTiles:
 
     Attributes:
         table: int32 `[count, 8]`, the fields of `RowTile`.
-        count: number of tiles.
         first: length of the leading run of tiles that are all own or all remote.
-        rows: largest `stop` of any tile.
-        block: rows of the largest tile.
+        rows, block: largest `stop` of any tile, and rows of the largest tile.
     """
 
     table: torch.Tensor

@@ -16,16 +16,20 @@ sent."""
 WeightDone = Callable[[], torch.Tensor | None]
 """Called when `main_grad` holds the weight gradient. Autograd gets the result as the gradient."""
 
+
+def unobserved(direction: str, num_bytes: int) -> None:
+    """The observer of calls without one."""
+
+
 SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
 """Called in forward with the own rows of an input that is saved for the weight gradient, and with the bytes of its
 gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
 
 
 class Projection(NamedTuple):
-    """A weight and the destination of its gradient.
+    """A weight `[F, K]` and the destination of its gradient.
 
     Attributes:
-        weight: `[F, K]`.
         main_grad: buffer to which the gradient is added, as Megatron's gradient accumulation fusion does; None returns
             the gradient to autograd.
         done: called in backward after the gradient is added to `main_grad`; autograd gets its return value.
@@ -66,7 +70,7 @@ class SavedInput:
 
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:
-    """The transport of `group`, or `group` itself where it is a transport."""
+    """The transport of `group`, or `group` if it is one."""
     return transport_of(group) if isinstance(group, dist.ProcessGroup) else group
 
 
@@ -109,14 +113,8 @@ def gathered_rows(x: torch.Tensor, ranks: int) -> int:
     return int(x.shape[:-1].numel()) * ranks
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b + bias`."""
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-
-def gemm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """`out = a @ b + bias`."""
-    if bias is None:
-        torch.mm(a, b, out=out)
-    else:
-        torch.addmm(bias, a, b, out=out)
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`a @ b + bias`, in `out` if given."""
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)

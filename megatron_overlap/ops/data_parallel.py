@@ -40,9 +40,9 @@ class GradientReduce:
     it is symmetric. Gathers have none: all run at once, so their buffers would hold all parameters again.
 
     Args:
-        gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None
-            leaves each rank with the sum of its own shard: a reduce-scatter. It is a second one because every rank
-            must begin the operations of a transport in the same order, and ranks complete sums at different times.
+        gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None: a
+            reduce-scatter. It is a second one because ranks complete sums at different times, but begin the operations
+            of a transport in the same order.
         wide: sum bf16 and fp16 gradients in fp32 and round once; otherwise round after each addition, as a collective.
         pieces: messages per shard; None chooses by its size.
 
@@ -149,7 +149,7 @@ class Reduction:
         # Rank 0 has the longest shard.
         name, shape = f"bucket{self._number}", (layout.shard_rows(0) * (size - 1),)
         of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
-        shards = repeated(transport, of, lambda: _Shards(*of)) if transport.prepares else _Shards(*of)
+        shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
         self._p2p_work = transport.begin(Exchange(shards.repeated, bucket), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))

@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatron_overlap.comm import BufferPool
+from megatron_overlap.ops.wgrad import add_wide, like_fp32
+
 _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,6 +39,23 @@ D]`. Autograd differentiates it."""
 
 TileMask = torch.Tensor | tuple[int, int]
 """CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
+
+_Sequences = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+"""First rows of packed sequences and their longest length, each of queries and keys."""
+
+
+class Attended(NamedTuple):
+    """Inputs and results of attention, in one of the layouts. The results may be merged over more keys than `k`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def rows(self, rows: slice) -> "Attended":
+        """Some rows of all tensors, `[rows, ...]` each."""
+        return Attended(*(x[rows] for x in self))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,55 +81,21 @@ def flash_forward(
     if not q.is_cuda:
         out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return out, lse
-    out, lse, *_ = _aten._flash_attention_forward(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        False,
-        scale=scale,
-        **_window_arguments(tile_mask),
-    )
+    sequences = None, None, q.shape[2], k.shape[2]
+    out, lse = _cuda_forward([x.transpose(1, 2) for x in (q, k, v)], sequences, causal, scale, tile_mask)
     return out.transpose(1, 2), lse
 
 
 def flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    tile_mask: TileMask | None = None,
+    dout: torch.Tensor, attended: Attended, *, causal: bool, scale: float, tile_mask: TileMask | None = None
 ) -> Grads:
-    """Gradients of `flash_forward`. `out` and `lse` may be merged over more keys than `k`."""
-    if not q.is_cuda:
-        cpu_grads: Grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=tile_mask, scale=scale)
+    """Gradients of `flash_forward`."""
+    if not dout.is_cuda:
+        cpu_grads: Grads = _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
         return cpu_grads
-    rng = _no_rng_state(q)
-    rows = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    grads = _aten._flash_attention_backward(
-        *rows,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        rng,
-        rng,
-        scale=scale,
-        **_window_arguments(tile_mask),
-    )
+    sequences = None, None, attended.q.shape[2], attended.k.shape[2]
+    rows = [*(x.transpose(1, 2) for x in (dout, *attended[:4])), attended.lse.contiguous()]
+    grads = _cuda_backward(rows, sequences, causal, scale, tile_mask)
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 
@@ -206,56 +192,28 @@ def partial_forward(
     return out, lse
 
 
-def partial_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    mask: Mask | None,
-) -> Grads:
+def partial_backward(dout: torch.Tensor, attended: Attended, scale: float, mask: Mask | None) -> Grads:
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
+    q, k, v, out, lse = attended
     if _is_one_call(q, k, mask):
-        return _backward((dout, q, k, v, out), lse, scale, mask is not None)
+        return _backward(dout, attended, scale, mask is not None)
     assert mask is not None
     grads = tuple(torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
     for rows, keys, tile_mask in _tiles(q, k, mask):
-        tensors = dout[rows], q[rows], k[keys], v[keys], out[rows]
-        parts = _backward(tensors, lse[rows], scale, False, tile_mask)
+        tile = Attended(q[rows], k[keys], v[keys], out[rows], lse[rows])
+        parts = _backward(dout[rows], tile, scale, False, tile_mask)
         for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
             grad[place] += part
     return grads  # type: ignore[return-value]
 
 
-def documents_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+def documents_forward(attended: Attended, lengths: Sequence[int], scale: float, window: int | None) -> None:
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
+    q, k, v, out, lse = attended
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
-        result, log, *_ = _aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            starts,
-            starts,
-            longest,
-            longest,
-            0.0,
-            True,
-            False,
-            scale=scale,
-            **_window_arguments(None if window is None else (window, 0)),
-        )
+        sequences, tile_mask = (starts, starts, longest, longest), None if window is None else (window, 0)
+        result, log = _cuda_forward((q, k, v), sequences, True, scale, tile_mask)
         out.copy_(result)
         lse.copy_(log.t())
         return
@@ -264,45 +222,50 @@ def documents_forward(
 
 
 def documents_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    grads: Grads,
+    dout: torch.Tensor, attended: Attended, lengths: Sequence[int], scale: float, window: int | None, grads: Grads
 ) -> None:
     """Gradients of `documents_forward`; writes `grads`."""
-    if q.is_cuda:
-        starts, longest, rng = _cu_seqlens(lengths, q.device), max(lengths), _no_rng_state(q)
-        parts = _aten._flash_attention_backward(
-            dout.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
-            starts,
-            starts,
-            longest,
-            longest,
-            0.0,
-            True,
-            rng,
-            rng,
-            scale=scale,
-            **_window_arguments(None if window is None else (window, 0)),
-        )
+    if dout.is_cuda:
+        starts, longest = _cu_seqlens(lengths, dout.device), max(lengths)
+        given = dout.contiguous(), *attended[:4], attended.lse.t().contiguous()
+        sequences = starts, starts, longest, longest
+        parts = _cuda_backward(given, sequences, True, scale, None if window is None else (window, 0))
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part)
         return
     for rows in _runs(lengths):
-        parts = partial_backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale, Mask(0, window))
+        parts = partial_backward(dout[rows], attended.rows(rows), scale, Mask(0, window))
         for grad, part in zip(grads, parts, strict=True):
             grad[rows] = part
+
+
+class KeyGradients:
+    """Gradients of keys and values, `shape` each, with the dtype and device of `like`.
+
+    Where several terms are `added` to an element, sums of bf16 and fp16 are in fp32 and rounded once.
+    """
+
+    def __init__(self, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool, *, added: bool = True) -> None:
+        self._dtype, self._buffer_pool, self._added = like.dtype, buffer_pool, added
+        if not added or like.element_size() >= 4:
+            self._totals = like.new_empty(shape), like.new_empty(shape)
+        else:
+            dk, dv = buffer_pool.take("key_gradients", (2, *shape), like_fp32(like))
+            self._totals = dk, dv
+        for total in self._totals if added else ():
+            total.zero_()
+
+    def add(self, place: slice | tuple[slice, ...], dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Adds terms to elements `place`, or writes them."""
+        for total, term in zip(self._totals, (dk, dv), strict=True):
+            if self._added:
+                add_wide(total[place], term, self._buffer_pool)
+            else:
+                total[place].copy_(term)
+
+    def result(self) -> list[torch.Tensor]:
+        """Gradients of keys and values."""
+        return [total.to(self._dtype) for total in self._totals]
 
 
 def _is_one_call(q: torch.Tensor, k: torch.Tensor, mask: Mask | None) -> bool:
@@ -345,10 +308,11 @@ def _forward(
 
 
 def _backward(
-    tensors: Sequence[torch.Tensor], lse: torch.Tensor, scale: float, causal: bool, tile_mask: TileMask | None = None
+    dout: torch.Tensor, attended: Attended, scale: float, causal: bool, tile_mask: TileMask | None = None
 ) -> Grads:
-    dout, q, k, v, out = map(_heads, tensors)
-    grads = flash_backward(dout, q, k, v, out, lse.t()[None], causal=causal, scale=scale, tile_mask=tile_mask)
+    dout, q, k, v, out = map(_heads, (dout, *attended[:4]))
+    by_heads = Attended(q, k, v, out, attended.lse.t()[None])
+    grads = flash_backward(dout, by_heads, causal=causal, scale=scale, tile_mask=tile_mask)
     dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
     return dq, dk, dv
 
@@ -358,16 +322,29 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _window_arguments(tile_mask: TileMask | None) -> dict[str, int]:
+def _cuda_forward(
+    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    options = 0.0, causal, False
+    out, lse, *_ = _aten._flash_attention_forward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
+    return out, lse
+
+
+def _cuda_backward(
+    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
+) -> Grads:
+    # The random state is unused without dropout.
+    rng = torch.empty(0, dtype=torch.int64, device=rows[0].device)
+    options = 0.0, causal, rng, rng
+    grads: Grads = _aten._flash_attention_backward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
+    return grads
+
+
+def _window(tile_mask: TileMask | None) -> dict[str, int]:
     if tile_mask is None:
         return {}
     left, right = tile_mask
     return {"window_size_left": int(left), "window_size_right": int(right)}
-
-
-def _no_rng_state(q: torch.Tensor) -> torch.Tensor:
-    """The random state argument of the backward kernels, which is unused without dropout."""
-    return torch.empty(0, dtype=torch.int64, device=q.device)
 
 
 def _runs(lengths: Sequence[int]) -> list[slice]:

@@ -32,13 +32,9 @@ Op = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """One comparison.
+    """One comparison, of an `op` of `REFERENCES`; `main_grad` and `weight_done` are as of `ops.wgrad.WgradTarget`.
 
-    Attributes:
-        op: one of `REFERENCES`.
-        rtol: largest difference from the reference as a share of its largest element; None derives the bound.
-        judge: see `Judge`.
-        main_grad, weight_done: as of `ops.wgrad.WgradTarget`.
+    `rtol` is the largest difference as a share of the largest element of the reference; None derives the bound.
     """
 
     op: str

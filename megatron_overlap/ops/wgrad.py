@@ -45,24 +45,23 @@ class WeightGradient:
 
     Args:
         weight: the parameter `[F, K]`; only its shape, dtype and device are used.
-        target: the destination.
         sum_in_fp32: sum bf16 and fp16 products of several row ranges in fp32 and round once. Otherwise the sum is
             rounded after each range, which needs no fp32 buffer.
+
+    Attributes:
+        accumulator, start_in_fp32: of its `ProductSum`.
     """
 
     def __init__(self, weight: torch.Tensor, target: WgradTarget, *, sum_in_fp32: bool = True) -> None:
-        self._main_grad, self._weight_done, self._buffer_pool = target.main_grad, target.weight_done, target.buffer_pool
-        self._sum: ProductSum | None = None
-        if self._main_grad is None:
-            out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            self._sum = ProductSum(out, self._buffer_pool, "wgrad_sum", in_fp32=sum_in_fp32)
+        self._target, main_grad = target, target.main_grad
+        out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else main_grad
+        in_fp32 = sum_in_fp32 and main_grad is None
+        self._sum = ProductSum(out, target.buffer_pool, "wgrad_sum", in_fp32=in_fp32, is_empty=main_grad is None)
+        self.accumulator, self.start_in_fp32 = self._sum.accumulator, self._sum.start_in_fp32
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
-        if self._sum is not None:
-            self._sum.add(dy.t(), x)
-        elif self._main_grad is not None:
-            add_product(self._main_grad, dy.t(), x, self._buffer_pool)
+        self._sum.add(dy.t(), x)
 
     def pieces(self, dy: torch.Tensor, x: torch.Tensor, max_pieces: int = MAX_PIECES) -> list[Piece]:
         """`add(dy, x)` of all rows, cut by output rows of the weight into calls of about equal length.
@@ -75,42 +74,33 @@ class WeightGradient:
 
     def add_features(self, dy: torch.Tensor, x: torch.Tensor, features: slice) -> None:
         """Computes `features` of the gradient (rows of the weight) from all input rows; each is computed once."""
-        if self._sum is not None:
+        out, grad = self._sum.out[features], dy[:, features].t()
+        if self._target.main_grad is None:
             self._sum.is_empty = False
-            torch.mm(dy[:, features].t(), x, out=self._sum.out[features])
-        elif self._main_grad is not None:
-            add_product(self._main_grad[features], dy[:, features].t(), x, self._buffer_pool)
-
-    def start_in_fp32(self) -> None:
-        """Before the first of several products: their sum is in fp32 and rounded once."""
-        if self._sum is not None:
-            self._sum.start_in_fp32()
-
-    def accumulator(self) -> tuple[torch.Tensor, bool]:
-        """The tensor for a kernel that computes the gradient of some rows, and whether it adds to the content."""
-        if self._main_grad is not None:
-            return self._main_grad, True
-        assert self._sum is not None
-        return self._sum.accumulator()
+            torch.mm(grad, x, out=out)
+        else:
+            add_product(out, grad, x, self._target.buffer_pool)
 
     def result(self) -> torch.Tensor | None:
         """The gradient for autograd; None where `main_grad` holds it and `weight_done` returns none."""
-        if self._sum is None:
-            return None if self._weight_done is None else self._weight_done()
-        return self._sum.result()
+        if self._target.main_grad is None:
+            return self._sum.result()
+        return None if self._target.weight_done is None else self._target.weight_done()
 
 
 class ProductSum:
-    """A sum of matrix products, written to `out`.
+    """A sum of matrix products, written to `out`, contiguous.
 
     Args:
-        out: the result; contiguous.
         buffer_pool, name: of the fp32 buffer.
         in_fp32: sum bf16 and fp16 products in fp32 and round once. Otherwise the sum is rounded after each product.
+        is_empty: the first product overwrites `out`. Otherwise the sum begins with its content, which may be in fp32.
     """
 
-    def __init__(self, out: torch.Tensor, buffer_pool: BufferPool, name: str, *, in_fp32: bool = True) -> None:
-        self.out, self.is_empty = out, True
+    def __init__(
+        self, out: torch.Tensor, buffer_pool: BufferPool, name: str, *, in_fp32: bool = True, is_empty: bool = True
+    ) -> None:
+        self.out, self.is_empty = out, is_empty
         self._buffer_pool, self._name, self._in_fp32 = buffer_pool, name, in_fp32 and out.element_size() < 4
         self._fp32_sum: torch.Tensor | None = None
 
@@ -119,27 +109,27 @@ class ProductSum:
         if self.is_empty:
             torch.mm(a, b, out=self.out)
             self.is_empty = False
-        elif self._in_fp32:
-            add_product(self._fp32_total(), a, b, self._buffer_pool)
         else:
-            self.out.addmm_(a, b)
+            add_product(self._total(), a, b, self._buffer_pool)
 
     def accumulator(self) -> tuple[torch.Tensor, bool]:
         """The tensor for a kernel that computes a product, and whether the kernel adds to its content."""
         if self.is_empty:
             self.is_empty = False
             return self.out, False
-        return self._fp32_total() if self._in_fp32 else self.out, True
+        return self._total(), True
 
     def start_in_fp32(self) -> None:
-        """See `WeightGradient.start_in_fp32`."""
+        """Before the first of several products: their sum is in fp32 and rounded once."""
         if self._in_fp32:
             self.out.zero_()
-            self._fp32_total()
+            self._total()
             self.is_empty = False
 
-    def _fp32_total(self) -> torch.Tensor:
-        """The sum so far."""
+    def _total(self) -> torch.Tensor:
+        """Where products are added: the sum so far."""
+        if not self._in_fp32:
+            return self.out
         if self._fp32_sum is None:
             self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, like_fp32(self.out))
             self._fp32_sum.copy_(self.out)
@@ -185,17 +175,15 @@ class Spans:
 class DeferredWgrad:
     """Weight gradients postponed to a later point of the backward pass, where they hide communication.
 
-    Nothing in the backward pass depends on a weight gradient, so it may run at any time before the pass ends. Two
-    layers use this:
+    Nothing in the backward pass depends on a weight gradient. Two layers use this:
 
     - A row-parallel layer without sequence parallelism has no communication in backward. The column-parallel layer
       before it, whose backward comes next, has an all-reduce that is longer than its own GEMMs.
     - Under batch overlap, each part of a micro-batch has a product for the same weight. The products are summed before
       autograd gets the gradient.
 
-    Each parameter gets its gradient once per pass, including hooks, as from autograd. Gradients that no caller has
-    computed are computed at the end of the backward pass. `torch.autograd.grad` with respect to such a weight does not
-    see the gradient.
+    Each parameter gets its gradient once per pass, including hooks, as from autograd, at the latest at the end of the
+    backward pass. `torch.autograd.grad` with respect to such a weight does not see the gradient.
 
     Args:
         num_terms: terms of each gradient; `run_while` gives the sum of all to autograd.

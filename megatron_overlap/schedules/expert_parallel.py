@@ -7,8 +7,8 @@ A received chunk is computed at once, and its result is sent back while the next
 message. They are computed while no chunk is ready: some before the first chunk, the rest while the last results are
 sent. FasterMoE (PPoPP 2022, section 4.2) computes all own rows first, which exposes the last combine.
 
-Each pair of ranks cuts the rows between them by the counts of that pair, which both ranks know. The number of messages
-of a pair depends on the number of ranks alone. Both ranks therefore number a message alike without global counts.
+Each pair of ranks cuts the rows between them by the counts of that pair, which both know. The number of messages of a
+pair depends on the number of ranks alone, so both ranks number a message alike without global counts.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,8 @@ from megatron_overlap.schedules.plan import Chunk, Message, check_positive
 
 MAX_CHUNKS = 4
 """Approximate number of chunks of a rank in each direction, and largest number of pieces of its own rows. Own rows hide
-the first and the last message, so more chunks hide little. Each chunk reads the weights of its experts again. With 4
-chunks of about 256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16,
-AMX)."""
+the first and the last message, so more chunks hide little, and each reads the weights of its experts again. With 4 of
+256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16, AMX)."""
 MIN_PIECE_ROWS = 64
 """Smallest value of `min_rows`. A GEMM of fewer rows is slow and may round differently."""
 
@@ -49,10 +48,7 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExpertMessage:
-    """One chunk of tokens that this rank sends and one that it receives in dispatch.
-
-    In combine this rank returns the results of the received chunk to `source`, and receives those of the sent chunk
-    from `to`.
+    """One chunk of tokens that this rank sends and one that it receives in dispatch. In combine the results return.
 
     Attributes:
         to: rank whose experts compute the chunk that this rank sends.
@@ -101,7 +97,6 @@ class ExpertPlan:
         most_tokens, most_received: the largest number of a rank; 0 without `totals`, as `lands` and `returns` are.
         experts: the expert rows of each local expert.
         messages: one per peer and part.
-        own: own rows in pieces.
     """
 
     num_ranks: int
@@ -121,10 +116,7 @@ class ExpertPlan:
 
     @property
     def transfers(self) -> tuple[Message, ...]:
-        """The messages in the format of the transports: all dispatch messages, then all combine messages.
-
-        The result of the chunk of dispatch message k leaves when k + 1 received chunks are computed.
-        """
+        """The messages of the transports: all of dispatch, then all of combine, which leave in the same order."""
         count = len(self.messages)
         dispatch = [
             Message(Chunk(self.rank, index), message.to, Chunk(message.source, index), message.source)

@@ -8,7 +8,7 @@ Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-O
 
 from typing import NamedTuple
 
-from megatron_overlap.schedules.plan import Chunk, ChunkLayout
+from megatron_overlap.schedules.plan import Chunk, ChunkLayout, check_positive
 
 
 class RowTile(NamedTuple):
@@ -49,13 +49,9 @@ def departure_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
 def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int | None = None) -> list[RowTile]:
     """Return the row tiles of all chunks in `order`. An empty chunk has no row tile.
 
-    A tile has at most `block_rows` rows; None means one tile per chunk.
-
-    Raises:
-        ValueError: `block_rows` is below one.
+    A tile has at most `block_rows` rows, which is at least 1; None means one tile per chunk.
     """
-    if block_rows is not None and block_rows < 1:
-        raise ValueError(f"block_rows: {block_rows}: must be at least 1")
+    check_positive(block_rows=1 if block_rows is None else block_rows)
     tiles = []
     for chunk in order:
         start, stop = layout.rows(chunk)

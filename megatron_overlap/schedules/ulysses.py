@@ -13,9 +13,7 @@ sent first, so the link never waits for an attention while another piece is read
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -30,11 +28,9 @@ Run = tuple[int, int]
 class SequenceLayout:
     """The rows of the whole sequence that each rank holds.
 
-    Rows are never padded. Ranks may hold different numbers of rows.
-
     Attributes:
         runs: for each rank the runs of consecutive positions that it holds, in memory order. All ranks have the same
-            number of runs; a run may be empty.
+            number of runs; a run may be empty. Rows are never padded.
 
     Raises:
         ValueError: the runs do not cover a sequence exactly once.
@@ -62,11 +58,6 @@ class SequenceLayout:
         pieces = [_cut(num_rows, 2 * num_ranks, index) for index in range(2 * num_ranks)]
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(num_ranks)))
 
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> SequenceLayout:
-        """One run per rank, in rank order, of the given lengths."""
-        return cls(tuple((run,) for run in pairwise(accumulate(lengths, initial=0))))
-
     @property
     def num_ranks(self) -> int:
         return len(self.runs)
@@ -92,11 +83,11 @@ class SequenceLayout:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the attention kernel inside a head group: `queries` heads that share `keys` evenly.
+    """One call of the attention kernel inside a head group.
 
     Attributes:
         queries: query heads, numbered over the whole layer.
-        keys: key/value heads; `len(queries) / len(keys)` consecutive query heads share one.
+        keys: key/value heads; equally many consecutive query heads share each.
         source_group: the head group whose message contains these key/value heads.
     """
 
@@ -105,7 +96,7 @@ class Call:
     source_group: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HeadLayout:
     """The heads of every rank, by head group.
 
@@ -113,11 +104,6 @@ class HeadLayout:
     its j-th part. The heads of a group are then consecutive rows of the QKV weight and consecutive columns of the
     output weight. Otherwise each rank owns one run of query heads, cut into groups. A key/value head that several
     groups of a rank need is sent with the first of them.
-
-    Attributes:
-        num_heads, num_kv_heads: query heads, Hq, and key/value heads, Hkv.
-        num_ranks: N.
-        num_groups: G, number of groups of the heads of each rank.
 
     Raises:
         ValueError: a number is below 1, or the numbers do not divide each other.
@@ -184,16 +170,6 @@ class HeadLayout:
             stop = min(stop, self.keys(rank, group + 1)[0])
         return start, stop
 
-    @cached_property
-    def _source_groups(self) -> dict[tuple[int, int], int]:
-        """The group whose message contains a key/value head, by rank and head."""
-        return {
-            (rank, head): group
-            for rank in range(self.num_ranks)
-            for group in range(self.num_groups)
-            for head in range(*self.first_keys(rank, group))
-        }
-
     def calls(self, rank: int, group: int) -> tuple[Call, ...]:
         """The attention calls of `rank` in `group`, as few as the sharing of key/value heads permits."""
         first, last = self.queries(rank, group)
@@ -201,7 +177,8 @@ class HeadLayout:
         found: list[Call] = []
         for head in range(*self.keys(rank, group)):
             queries = max(first, head * ratio), min(last, (head + 1) * ratio)
-            source_group = self._source_groups[rank, head]
+            groups = range(group, -1, -1)
+            source_group = next(each for each in groups if head in range(*self.first_keys(rank, each)))
             before = found[-1] if found else None
             if before is not None and before.source_group == source_group:
                 each = (before.queries[1] - before.queries[0]) // (before.keys[1] - before.keys[0])
@@ -251,8 +228,6 @@ class Task:
     Attributes:
         step: `produce` computes the own rows for the heads of `peers`; `attend` computes attention of the own heads
             over all rows; `consume` reads the own rows of the results for the heads of `peers`.
-        group: the head group.
-        peers: ranks that own the heads.
         needs: messages that must be received first.
     """
 

@@ -34,7 +34,7 @@ from nodes import NodesLab
 from varlen_methods import Batch, Engine, Layer, Messages, Method, limits, methods
 
 from megatron_overlap.comm import destroy_process_groups, transport_of
-from megatron_overlap.ops.flash_attention import documents_forward
+from megatron_overlap.ops.flash_attention import Attended, documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
 from megatron_overlap.tools.launch.ranks import run_workers
@@ -184,7 +184,7 @@ def calibrate(shape: Shape) -> CostModel:
             dist.barrier()
             start = perf_counter()
             for _ in range(_REPEATS):  # longer than one turn of ranks that share a core
-                documents_forward(q, k, k, lengths, 1.0, None, out, lse)
+                documents_forward(Attended(q, k, k, out, lse), lengths, 1.0, None)
             times.append(perf_counter() - start)
         return median(times) * 1e15 / _REPEATS
 

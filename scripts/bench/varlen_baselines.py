@@ -11,6 +11,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.flash_attention import (
+    Attended,
     Mask,
     accumulation_dtype,
     documents_backward,
@@ -160,14 +161,14 @@ class _Gathered(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         for rows, first, start, stop in method.pieces:
             keys, values = both[first : first + stop].unbind(1)
-            mine, sums = (dout[rows], q[rows]), dboth[first : first + stop]
+            sums = dboth[first : first + stop]
             results = out[rows], lse[rows]
             parts = [(0, stop, Mask(start, None))]
             if start and stop - start > _FEW_ROWS:
                 parts = [(start, stop, Mask(0, None)), (0, start, None)]
             total = torch.zeros(q[rows].shape, dtype=lse.dtype)
             for a, b, mask in parts:
-                terms = partial_backward(*mine, keys[a:b], values[a:b], *results, scale, mask)
+                terms = partial_backward(dout[rows], Attended(q[rows], keys[a:b], values[a:b], *results), scale, mask)
                 total += terms[0]
                 sums[a:b, 0] += terms[1]
                 sums[a:b, 1] += terms[2]
@@ -235,17 +236,17 @@ class _Ulysses(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: Ulysses) -> torch.Tensor:
         mine = [x.contiguous() for x in method.to_heads(q, k, v)]
         out, lse = torch.empty_like(mine[0]), mine[0].new_empty(mine[0].shape[:2], dtype=accumulation_dtype(q.dtype))
-        documents_forward(*mine, method.lengths, q.shape[-1] ** -0.5, None, out, lse)
+        documents_forward(Attended(*mine, out, lse), method.lengths, q.shape[-1] ** -0.5, None)
         ctx.save_for_backward(*mine, out, lse)
         ctx.method = method
         return method.to_rows(out)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        attended = Attended(*ctx.saved_tensors)
         dout = ctx.method.to_heads(grads[0])[0].contiguous()
-        mine = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        documents_backward(dout, q, k, v, out, lse, ctx.method.lengths, q.shape[-1] ** -0.5, None, mine)
+        mine = torch.empty_like(attended.q), torch.empty_like(attended.k), torch.empty_like(attended.v)
+        documents_backward(dout, attended, ctx.method.lengths, dout.shape[-1] ** -0.5, None, mine)
         return (*ctx.method.to_rows(*mine), None)
 
 

@@ -18,7 +18,7 @@ from varlen_baselines import AllGather, Ulysses
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops import balanced_attention
-from megatron_overlap.ops.flash_attention import documents_backward, documents_forward
+from megatron_overlap.ops.flash_attention import Attended, documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout
 from megatron_overlap.ops.varlen.layout import RowMessages, Rows
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
@@ -55,8 +55,9 @@ class Batch:
         out, lse, scale = torch.empty_like(q), q.new_empty(q.shape[:2]), q.shape[-1] ** -0.5
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = [length for length in self.lengths if length]
-        documents_forward(q, k, v, lengths, scale, None, out, lse)
-        documents_backward(dout, q, k, v, out, lse, lengths, scale, None, grads)
+        attended = Attended(q, k, v, out, lse)
+        documents_forward(attended, lengths, scale, None)
+        documents_backward(dout, attended, lengths, scale, None, grads)
         return out, *grads
 
 

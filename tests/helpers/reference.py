@@ -1,5 +1,8 @@
 """The plain programs that define the overlapped attention and expert operations, in torch collectives and autograd."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import torch
 import torch.distributed as dist
 
@@ -114,7 +117,12 @@ def places_of(plan: BatchPlan, index: int) -> tuple[SequenceLayout, dict[int, to
             parts.setdefault(document, []).append((start, torch.arange(row, row + stop - start)))
             row += stop - start
     places = {document: torch.cat([rows for _, rows in sorted(found)]) for document, found in parts.items()}
-    return SequenceLayout.of_lengths(counts), places
+    return layout_of_lengths(counts), places
+
+
+def layout_of_lengths(lengths: Sequence[int]) -> SequenceLayout:
+    """One run per rank, in rank order, of the given lengths."""
+    return SequenceLayout(tuple((run,) for run in pairwise(accumulate(lengths, initial=0))))
 
 
 def balanced_attention(
@@ -142,12 +150,12 @@ def balanced_attention(
 def move_rows(x: torch.Tensor, moves: Rebalance, *, group: dist.ProcessGroup) -> torch.Tensor:
     """`all_gather(x)[rows]`, where `moves` defines the rows of this rank."""
     rank = dist.get_rank(group)
-    layout, after = SequenceLayout.of_lengths(moves.before), moves.after[rank]
+    layout, after = layout_of_lengths(moves.before), moves.after[rank]
     starts = [start for ((start, _),) in layout.runs]
     picked = torch.zeros(after, dtype=torch.int64)
     num_own = min(moves.before[rank], after)
     picked[:num_own] = torch.arange(starts[rank], starts[rank] + num_own)
-    for move in moves.receives(rank):
+    for move in (move for move in moves.moves if move.to == rank):
         first = starts[move.source]
         picked[move.at : move.at + move.rows] = torch.arange(first + move.start, first + move.stop)
     return gather(x, group, layout)[picked.to(x.device)]

@@ -1,8 +1,7 @@
 """Symmetric memory: arenas that all ranks of a group address, queues that move bytes beside kernels, and their waits.
 
-Two backends exist. `cuda.CudaBackend` uses peer memory and copy engines. `CpuBackend` of
-`scripts/kernels/cpu_backend.py`, for kernels in Triton's interpreter, uses memory shared by the processes of one host.
-Both run the protocol of `transport`. The host can read the waits of the queues (`Waits`) while they are blocked.
+`cuda.CudaBackend` uses peer memory and copy engines. `CpuBackend` of `scripts/kernels/cpu_backend.py`, for kernels in
+Triton's interpreter, uses memory shared by the processes of one host.
 """
 
 from collections.abc import Sequence

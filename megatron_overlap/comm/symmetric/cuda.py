@@ -51,8 +51,7 @@ def local_unsupported_reason() -> str:
 def probe_symmetric_memory(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str:
     """Return the placement of the ranks on hosts, or why they cannot use symmetric memory. Collective.
 
-    All ranks return the same value. The ranks of each host map an arena, write to each peer and read the result, within
-    the deadline.
+    All ranks return the same value. The ranks of each host map an arena, write to each peer and read the result.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
@@ -113,10 +112,7 @@ def _trial(host_group: HostGroup, device: int) -> str:
 
 @lru_cache
 def _driver_functions() -> tuple[Callable[..., int], ...]:
-    """The calls of the driver that copy, write a word, wait for a word, and do several of these on words, on a stream.
-
-    None of them starts a kernel.
-    """
+    """The calls of the driver that copy, write a word, wait for a word, and do several of these on a stream."""
     driver = ctypes.CDLL("libcuda.so.1")
     copy, write, wait = driver.cuMemcpyAsync, driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
     batch = driver.cuStreamBatchMemOp_v2
@@ -140,8 +136,7 @@ class MemOp(ctypes.Structure):
 
 
 _MAX_OPS = 255  # of one call of cuStreamBatchMemOp
-# CUstreamBatchMemOpType.
-WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2
+WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
 
 
 class StreamQueue:
@@ -234,11 +229,7 @@ def _check(function: str, status: int) -> None:
 
 
 def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
-    """Register ranks that have no process group under a name that torch's rendezvous resolves.
-
-    Returns:
-        The name, and the group: torch resolves the name as long as the group exists.
-    """
+    """Register ranks under a name that torch's rendezvous resolves as long as the returned process group exists."""
     from torch.distributed import _symmetric_memory as symmetric
 
     # torch never removes a name, so each registration needs a new one.

@@ -1,8 +1,6 @@
 """Symmetric buffers of a transport: every rank of the group knows the address of a buffer on all ranks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
@@ -40,10 +38,8 @@ class HeapPool(BufferPool):
     """See `BufferPool`. A symmetric buffer is an arena of its own, with the flags of the messages that land in it.
 
     A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
-    in the first steps, also where sizes vary, because a buffer grows by at least a quarter.
-
-    A replay of a CUDA graph writes to the buffers, and runs no Python. After a capture the pool therefore recalls no
-    content, and keeps the buffers that larger ones replace.
+    in the first steps. A replay of a CUDA graph writes to the buffers, and runs no Python: after a capture the pool
+    recalls no content, and keeps the buffers that larger ones replace.
 
     Attributes:
         captured: whether a CUDA graph uses the buffers.
@@ -61,37 +57,18 @@ class HeapPool(BufferPool):
             self.captured = True
         return None if self.captured else super().recall(name, like)
 
-    def _replace(self, buffer: object) -> None:
-        if self.captured:
-            self._of_graphs.append(buffer)
+    def _replace(self, buffer: torch.Tensor | None) -> None:
+        if self.captured and buffer is not None:
+            self._of_graphs.append((buffer, self.buffer_of(buffer)))
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
-        """See `BufferPool.take`.
-
-        Raises:
-            TransportError: the ranks took different symmetric buffers, or a new one while a CUDA graph is captured.
-        """
-        dtype = like.dtype
-        if not symmetric:
-            return super().take(name, shape, like)
-        taken = self._taken.get((name, dtype, *shape))
-        if taken is None:
-            num_bytes = prod(shape) * like.itemsize
-            if num_bytes == 0:
-                return super().take(name, shape, like)
-            buffer = self._buffers.get((name, dtype))
-            held = 0 if buffer is None else buffer.data[self._backend.rank].numel()
-            if buffer is None or held < num_bytes:
-                self.forget()
-                self._replace(buffer)
-                self._buffers.pop((name, dtype), None)
-                del buffer  # `map` frees its memory first
-                buffer = self._buffers[name, dtype] = self._map(name, dtype, max(num_bytes, held * 5 // 4))
-            with torch.inference_mode(False):
-                bytes_of_shape = buffer.data[self._backend.rank][:num_bytes]
-                taken = self._keep((name, dtype, *shape), bytes_of_shape.view(dtype).view(*shape))
-        self._content.pop((name, dtype, like.device), None)
-        return taken
+    def _allocate(self, name: str, capacity: int, like: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
+        """See `BufferPool`. Raises a `TransportError` if the ranks took different symmetric buffers, or during a
+        capture."""
+        if not (symmetric and capacity):
+            return super()._allocate(name, capacity, like, symmetric=symmetric)
+        self._buffers.pop((name, like.dtype), None)  # `map` frees its memory first
+        buffer = self._buffers[name, like.dtype] = self._map(name, like.dtype, capacity * like.itemsize)
+        return buffer.data[self._backend.rank].view(like.dtype)
 
     def _map(self, name: str, dtype: torch.dtype, num_bytes: int) -> SymmetricBuffer:
         backend = self._backend
@@ -118,10 +95,6 @@ class HeapPool(BufferPool):
             if buffer.data[self._backend.rank].untyped_storage()._cdata == storage:
                 return buffer
         return None
-
-    def sizes(self) -> dict[str, int]:
-        symmetric = {name: buffer.data[self._backend.rank].numel() for (name, _), buffer in self._buffers.items()}
-        return {**super().sizes(), **symmetric}
 
     def clear(self) -> None:
         super().clear()

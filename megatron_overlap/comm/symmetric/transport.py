@@ -30,6 +30,7 @@ from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import SymmetricBackend, aligned
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.schedules import Chunk, ChunkLayout
+from megatron_overlap.schedules.plan import check_positive
 
 WaitAll = Callable[..., None]
 """`wait_all(flags, epoch, status, max_polls)`: block the current stream until all `flags` have reached `epoch`."""
@@ -60,9 +61,7 @@ class ArenaLayout:
     slot_bytes: int
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "slot_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)}: must be at least 1")
+        check_positive(num_ranks=self.num_ranks, slot_bytes=self.slot_bytes)
 
     @property
     def num_flags(self) -> int:
@@ -93,10 +92,7 @@ class ArenaLayout:
 
 
 class SymmetricTransport:
-    """Owns the arena of a group and numbers its operations.
-
-    Every rank of the group must begin the same operations with the same sizes in the same order.
-    """
+    """Owns the arena of a group and numbers its operations. All ranks begin the same ones with the same sizes."""
 
     def __init__(self, backend: SymmetricBackend, wait_all: WaitAll) -> None:
         self.backend = backend
@@ -105,8 +101,7 @@ class SymmetricTransport:
         self.buffer_pool = BufferPool()
         self._layout: ArenaLayout | None = None
         self._views: list[torch.Tensor] = []
-        self._epoch = 0
-        self._open = 0
+        self._epoch = self._open = 0
         self.status = torch.zeros(1, dtype=torch.int32, device=backend.device)
         # For each slot: stored tiles of each chunk (each kernel resets them to 0), and complete chunks in staging.
         self._counters = torch.zeros(2, self.size * MAX_PARTS, dtype=torch.int32, device=backend.device)
@@ -168,10 +163,8 @@ class SymmetricTransport:
         return self._staged_flags[epoch % 2]
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of this rank, `shape`, for chunks to send by copies, after all earlier copies from it.
-
-        Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
-        """
+        """Memory of this rank for chunks to send, after all copies from it. Later copies follow the present work, but
+        not the GEMM that the caller enqueues next: they wait for its flags."""
         computing, copying, num_bytes = self.backend.computing, self.backend.copying, prod(shape) * dtype.itemsize
         computing.after(copying.mark())
         if self._staging.numel() < num_bytes:
@@ -237,8 +230,7 @@ class SymmetricOp:
         """Start an all-gather of `shard` by copies and return the buffer of gathered rows.
 
         A chunk is valid when flag `owner * parts + part` is `epoch`; own chunks are valid on return. They arrive in the
-        order of `schedules.tile_order.arrival_order`. All copies are enqueued on return, so a later kernel may
-        occupy the whole device and wait for them.
+        order of `tile_order.arrival_order`. On return all copies are enqueued: a later kernel may wait on all SMs.
         """
         transport, parts = self._transport, layout.chunks_per_rank
         assert parts <= MAX_PARTS
@@ -279,8 +271,8 @@ class SymmetricOp:
     def send_staged(self, staged: torch.Tensor, layout: ChunkLayout) -> None:
         """Copy chunks from `staged`, `[R owners, rows, N]`, to the receive buffers of their owners as they complete.
 
-        Call it after the launch of the GEMM that completes them: a stream that waits delays later launches of modules
-        that are not loaded, and with one hardware queue all later work.
+        Call it after the launch of the GEMM that completes them: a stream that waits delays the loading of modules, and
+        with one hardware queue all later work.
         """
         transport, parts = self._transport, layout.chunks_per_rank
         backend, rank, size = transport.backend, transport.rank, transport.size

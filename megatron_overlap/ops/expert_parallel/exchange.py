@@ -24,16 +24,11 @@ class ExpertPass:
     """A pass that has sent its first dispatch messages: other computation overlaps its dispatch until `run`.
 
     Messages land in symmetric buffers if the transport has them and the plan knows the places of chunks at peers. The
-    next pass uses the same buffers.
+    next pass uses the same buffers. This rank sends `send_bytes`.
 
     Args:
-        op: name in errors and traces.
-        tokens: inputs of the experts, a row for each token.
-        results: outputs of the experts, a row for each token, which `finish` completes.
+        tokens, results: inputs and outputs of the experts, a row for each token. `finish` completes the outputs.
         serial: receive all messages of dispatch here, and send the results after all computation.
-
-    Attributes:
-        send_bytes: the bytes that this rank sends.
     """
 
     def __init__(

@@ -26,12 +26,9 @@ ms, and a GEMM of 350 rows, 1024 and 2048 features 5 ms. Routing changes the row
 
 
 class Activated(NamedTuple):
-    """What backward needs of the activation of some rows.
+    """What backward needs of the activation of some rows: its inputs `[rows, F1]` and `[rows]`, and its output.
 
-    Attributes:
-        hidden: `[rows, F1]`, its input.
-        probs: `[rows]`.
-        output: `[rows, F2]` with the graph of its backward; None: backward computes it again.
+    `output` `[rows, F2]` has the graph of its backward; None: backward computes it again.
     """
 
     hidden: torch.Tensor
@@ -113,9 +110,8 @@ class MLPExperts:
         """The calls that compute the weight gradients, and for each of `weights` its gradient after all calls.
 
         Args:
-            experts: the rows of each expert.
-            x, dhidden: input of the first layer and gradient of its output, all rows.
-            activated, dy: input of the second layer and gradient of its output.
+            experts: the rows of each expert in the tensors.
+            x, dhidden, activated, dy: input of each layer, and gradient of its output.
             needed: for each of `weights` whether it has a gradient.
         """
         gradients = [

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, transport_for
+from megatron_overlap.ops.call import Observer, transport_for, unobserved
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.ops.expert_parallel.experts import Activated, MLPExperts
 from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
@@ -51,9 +51,8 @@ def expert_parallel(
 ) -> torch.Tensor:
     """Equals `all_to_all(experts(all_to_all(x), all_to_all(probs)))`.
 
-    An expert computes `activation(rows @ fc1.T, probs) @ fc2.T` of its rows from all ranks.
-    A received chunk is computed at once, and its result is sent back while the next one is computed. Own rows are
-    computed while no chunk is ready. In backward the weight gradients of whole experts follow, while the last input
+    An expert computes `activation(rows @ fc1.T, probs) @ fc2.T` of its rows from all ranks, in the order of
+    `schedules.expert_parallel`. In backward the weight gradients of whole experts follow, while the last input
     gradients are sent. Every row is computed once, and every weight gradient is one product over all rows of an expert
     in order of the source ranks, so no result depends on the order of arrival.
 
@@ -104,9 +103,8 @@ def expert_parallel(
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, probs, *experts.weights))
     # Hooks, as those of recomputation without reentry, may replace a saved tensor, and its graph would be lost.
     keep_output = needs_grad and not experts.recompute and not _saved_tensors_have_hooks()
-    fixed_order = options.fixed_order or x.is_cuda
-    serial = options.schedule == "serial"
-    call = _Call(transport, plan, experts, probs.dtype, fixed_order, serial, needs_grad, keep_output, observer)
+    order = options.fixed_order or x.is_cuda, options.schedule == "serial"
+    call = _Call(transport, plan, experts, probs.dtype, *order, needs_grad, keep_output, observer or unobserved)
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
@@ -130,7 +128,7 @@ class _Call:
     serial: bool
     needs_grad: bool
     keep_output: bool
-    observer: Observer | None
+    observe: Observer
     running: list[tuple[ExpertPass, Rows, dict[Segment, Activated]]] = field(default_factory=list)
     """The pass between its two autograd nodes; in backward the tokens that forward received, and what it activated."""
 
@@ -145,16 +143,11 @@ class _Call:
         """All rows of the expert of a segment."""
         return self.plan.experts[segment.expert].rows
 
-    def observe(self, direction: str, num_bytes: int = 0) -> None:
-        if self.observer is not None:
-            self.observer(direction, num_bytes)
-
 
 class _Begin(torch.autograd.Function):
     """First node of a call: begins its forward and finishes its backward. Its output has no elements.
 
-    Autograd runs a node that was created later first. The backward of `_Finish` therefore precedes that of all nodes
-    between both, which precedes the backward of this one.
+    Autograd first runs nodes that were created later: `_Finish`, then all nodes between both, then this one.
     """
 
     @staticmethod
@@ -188,7 +181,7 @@ class _Begin(torch.autograd.Function):
         expert_pass.finish()
         call.observe("dgrad", expert_pass.send_bytes)
         if additions:
-            call.observe("wgrad")
+            call.observe("wgrad", 0)
         return dx, dprobs, None, *(None if each is None else each.result() for each in gradients)
 
 

@@ -1,9 +1,9 @@
 """Attention and its row-parallel projection by query slices: both hide the reduce-scatter.
 
 Attention and projection run per query slice, in the order of the owners of the slices, own slice last. Each partial
-output is sent to its owner. Backward gathers the output gradient, own rows first. Arrived rows go through dgrad of the
-projection and through the attention backward of these queries, which hide the rest of the gather. The weight gradient
-of the projection fills the time without new rows. Key and value gradients accumulate in fp32.
+output is sent to its owner. Backward gathers the output gradient, own rows first. Dgrad of the projection and the
+attention backward of arrived rows hide the rest of the gather. The weight gradient of the projection fills the time
+without new rows. Key and value gradients accumulate in fp32.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013), query-split attention. The fp32 sum at the owner, the cut of slices
 into chunks, and the backward are not from the paper.
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport
-from megatron_overlap.ops.call import Observer, WeightDone, transport_for
-from megatron_overlap.ops.flash_attention import flash_backward, flash_forward
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer, WeightDone, transport_for, unobserved
+from megatron_overlap.ops.flash_attention import Attended, KeyGradients, flash_backward, flash_forward
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
-from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Spans, WeightGradient, WgradTarget
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS, most_parts
 
 # One more chunk costs two kernel calls, a merge and a GEMM of fewer rows. It reduces exposed communication.
@@ -76,7 +76,7 @@ def attention_linear_reduce_scatter(
         plan = replace(plan, chunks_per_rank=chunks)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     target = WgradTarget(main_grad, weight_done, transport.buffer_pool)
-    call = _Call(P2PMethod(transport, plan), causal, scale, target, observer)
+    call = _Call(P2PMethod(transport, plan), causal, scale, target, observer or unobserved)
     y: torch.Tensor = _QuerySplit.apply(q, k, v, w_shard, call)
     return y
 
@@ -109,7 +109,7 @@ class _Call:
     causal: bool
     scale: float
     target: WgradTarget
-    observer: Observer | None
+    observer: Observer
 
 
 class _QuerySplit(torch.autograd.Function):
@@ -132,8 +132,7 @@ class _QuerySplit(torch.autograd.Function):
         y = scatter.finish()
         ctx.save_for_backward(q, k, v, w, context, lse)
         ctx.call = call
-        if call.observer is not None:
-            call.observer("forward", scatter.num_bytes)
+        call.observer("forward", scatter.num_bytes)
         return y.view(-1, batch, features)
 
     @staticmethod
@@ -151,16 +150,20 @@ class _QuerySplit(torch.autograd.Function):
         full = buffer_pool.take("gather", (positions, batch * features), dy_shard, symmetric=True)
         dy_rows, context_rows = full.view(-1, features), context.flatten(0, 1)
         wgrad = WeightGradient(w, call.target) if need_w else None
-        inputs = _InputGradients(AttentionRows(q, k, v, call.causal, call.scale), buffer_pool) if need_x else None
+        rows = AttentionRows(q, k, v, call.causal, call.scale)
+        keys = KeyGradients(k.shape, k, buffer_pool) if need_x else None
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         op = "attention_linear_reduce_scatter dgrad"
         gather = PipelinedAllGather(transport, schedule, (dy_shard,), layout, (full,), op, repeats=True)
         gather.copy_own_rows()
         spans = Spans()
         for (start, stop), (dy,) in gather:
-            if inputs is not None:
+            if keys is not None:
                 dcontext = buffer_pool.take("dcontext", (stop - start, batch, w.shape[1]), q)
                 torch.mm(dy.reshape(-1, features), w, out=dcontext.view(-1, w.shape[1]))
-                inputs.add(start, stop, dcontext, context[start:stop], lse[:, start:stop])
+                attended = context[start:stop], lse[:, start:stop]
+                for place, dk, dv in rows.backward(start, stop, dcontext, *attended, dq[start:stop]):
+                    keys.add(place, dk, dv)
             spans.add((start * batch, stop * batch))
             # The weight gradient fills the time without new rows; on a GPU it is one GEMM after the last row.
             if wgrad is not None and not (dy_rows.is_cuda or gather.ready):
@@ -168,40 +171,14 @@ class _QuerySplit(torch.autograd.Function):
         if wgrad is not None:
             spans.add_to(wgrad, dy_rows, context_rows)
         gather.finish()
-        dq, dk, dv = (None, None, None) if inputs is None else inputs.result()
         dw = None if wgrad is None else wgrad.result()
-        if call.observer is not None:
-            # Both gradients use one gather. It is counted for the first.
-            num_bytes = (transport.size - 1) * dy_shard.nbytes
-            if need_x:
-                call.observer("dgrad", num_bytes)
-            if need_w:
-                call.observer("wgrad", 0 if need_x else num_bytes)
-        return dq, dk, dv, dw, None
-
-
-class _InputGradients:
-    """Gradients of q, k and v, accumulated over query ranges; those of keys and values in fp32."""
-
-    def __init__(self, rows: AttentionRows, buffer_pool: BufferPool) -> None:
-        self._rows, self._buffer_pool = rows, buffer_pool
-        k = rows.k
-        self._dq = torch.empty_like(rows.q, memory_format=torch.contiguous_format)
-        if k.element_size() == 4:
-            self._dk, self._dv = (torch.zeros_like(k, memory_format=torch.contiguous_format) for _ in range(2))
-        else:
-            self._dk, self._dv = (buffer_pool.take(name, k.shape, like_fp32(k)).zero_() for name in ("dk", "dv"))
-
-    def add(self, start: int, stop: int, dcontext: torch.Tensor, context: torch.Tensor, lse: torch.Tensor) -> None:
-        """Adds the contribution of queries `[start, stop)`; see `AttentionRows.backward`."""
-        for keys, dk, dv in self._rows.backward(start, stop, dcontext, context, lse, self._dq[start:stop]):
-            add_wide(self._dk[keys], dk, self._buffer_pool)
-            add_wide(self._dv[keys], dv, self._buffer_pool)
-
-    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv in the dtype of the inputs."""
-        dtype = self._rows.k.dtype
-        return self._dq, self._dk.to(dtype), self._dv.to(dtype)
+        # Both gradients use one gather. It is counted for the first.
+        num_bytes = (transport.size - 1) * dy_shard.nbytes
+        if need_x:
+            call.observer("dgrad", num_bytes)
+        if need_w:
+            call.observer("wgrad", 0 if need_x else num_bytes)
+        return *((None, None, None) if keys is None else (dq, *keys.result())), dw, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +238,8 @@ class AttentionRows:
         for keys, causal in self._calls(start, stop):
             dout, queries, out = (_rows(x) if causal else _group_queries(x, num_kv) for x in rows)
             part_lse = log if causal else log.reshape(log.shape[0], num_kv, -1)
-            k, v = _rows(self.k[keys]), _rows(self.v[keys])
-            part, dk, dv = flash_backward(dout, queries, k, v, out, part_lse, causal=causal, scale=self.scale)
+            attended = Attended(queries, _rows(self.k[keys]), _rows(self.v[keys]), out, part_lse)
+            part, dk, dv = flash_backward(dout, attended, causal=causal, scale=self.scale)
             parts.append(part.permute(2, 0, 1, 3) if causal else _ungroup_queries(part, stop - start))
             terms.append((keys, dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)))
         if len(parts) == 1:

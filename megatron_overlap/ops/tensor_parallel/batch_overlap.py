@@ -1,8 +1,7 @@
 """Batch overlap: tensor-parallel layers on one part of a split micro-batch.
 
 The messages of one part travel while the other part is computed. A step is a column-parallel layer, what follows it,
-and a row-parallel layer. The caller runs the steps of both parts in turn. `PartMessages` starts and completes the
-messages: `AllReduceMessages` without sequence parallelism, `GatherScatterMessages` with it.
+and a row-parallel layer. The caller runs the steps of both parts in turn. `PartMessages` has the messages.
 
 Without sequence parallelism every sum has the computation of one step to complete, in forward and in backward:
 
@@ -21,8 +20,7 @@ the step before, and starts the gather of the same part's next step:
 Autograd mirrors this order in backward, where `part_input` completes the reduce-scatter of the input gradient and
 `part_output` starts the all-gathers of the output gradient and of the saved input.
 
-`DeferredWgrad` postpones weight gradients, which no other node needs, to points with little computation to hide
-messages, and sums both parts.
+`DeferredWgrad` postpones weight gradients to points with little computation to hide messages, and sums both parts.
 
 `split_rows` and `join_rows` divide sequences. Rank r of R owns rows `[r S / R, (r + 1) S / R)` of a sequence. The first
 part has the rows before `R F`, the second part the rest. Rank r owns block r of the R blocks of each part.
@@ -37,14 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands
+from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands, unobserved
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
 from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
 
 
 def can_be_ordered() -> bool:
-    """Whether this torch can change the order of nodes of the autograd graph."""
+    """Whether this torch can change the order of autograd nodes."""
     return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
 
 
@@ -62,10 +60,11 @@ def reserve_slot() -> int | None:
     return number
 
 
-def _put(tensor: torch.Tensor, slot: int | None) -> None:
+def _put(tensor: torch.Tensor, slot: int | None) -> torch.Tensor:
     """Moves the node that made `tensor` to a slot."""
     if slot is not None and tensor.grad_fn is not None:
         tensor.grad_fn._set_sequence_nr(slot)
+    return tensor
 
 
 def part_input(x: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
@@ -73,9 +72,7 @@ def part_input(x: torch.Tensor, messages: PartMessages, slot: int | None = None)
 
     Backward completes the sum of its gradient, at `slot`; see `reserve_slot`.
     """
-    y: torch.Tensor = _PartInput.apply(x, messages)
-    _put(y, slot)
-    return y
+    return _put(_PartInput.apply(x, messages), slot)
 
 
 def part_output(y: torch.Tensor, messages: PartMessages, slot: int | None = None) -> torch.Tensor:
@@ -84,9 +81,7 @@ def part_output(y: torch.Tensor, messages: PartMessages, slot: int | None = None
     Backward starts its all-gathers, at `slot`; see `reserve_slot`.
     """
     saved, messages.saved = messages.saved, None
-    result: torch.Tensor = _PartOutput.apply(y, saved, messages)
-    _put(result, slot)
-    return result
+    return _put(_PartOutput.apply(y, saved, messages), slot)
 
 
 def column_part(
@@ -165,20 +160,15 @@ class _PartCall:
         self._target = target or WgradTarget()
         if w is not None:
             check_operands(x, w, bias, self._target.main_grad, "x")
-        self._weight, self.messages, self._observer = w, messages, observer
+        self._weight, self.messages, self.report = w, messages, observer or unobserved
         # Inside the autograd function gradients are disabled.
         self.saves_input = torch.is_grad_enabled() and w is not None and w.requires_grad
-
-    def report(self, direction: str, num_bytes: int = 0) -> None:
-        """Reports a pass to the observer."""
-        if self._observer is not None:
-            self._observer(direction, num_bytes)
 
     def defer_wgrad(self, dy: torch.Tensor, x: LateTensor) -> None:
         """Postpones the weight gradient `dy.T @ x`."""
         assert self._weight is not None
         self.messages.defer_wgrad(self._weight, dy, x, self._target)
-        self.report("wgrad")
+        self.report("wgrad", 0)
 
 
 class _PartInput(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook, gemm_into, product
+from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook, product
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 
 
@@ -48,10 +48,7 @@ class LocalRows:
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if out is None:
-            return product(self.full, b, bias)
-        gemm_into(self.full, b, out, bias)
-        return out
+        return product(self.full, b, bias, out)
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
         wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
@@ -152,7 +149,7 @@ def skipped_output(x: torch.Tensor, num_rows: int, features: int, observer: Obse
 
 
 class LinearContext(Protocol):
-    """What the linear layers use of the autograd context. The saved tensors are input and weight."""
+    """The autograd context of the linear layers. The saved tensors are input and weight."""
 
     call: LinearOptions
     saved_tensors: tuple[torch.Tensor, torch.Tensor]

@@ -21,13 +21,7 @@ from megatron_overlap.schedules.gather_scatter import Nodes
 
 
 class NodesMethod(LinearMethod):
-    """Another method inside each node, and messages between nodes.
-
-    Args:
-        inside: method between the ranks of this node.
-        between, nodes: messages between all ranks, and their placement.
-        reduces: runs all-reduces between all ranks.
-    """
+    """Method `inside` each node, messages `between` nodes, and method `reduces` for all-reduces of all ranks."""
 
     def __init__(self, inside: LinearMethod, between: Transport, nodes: Nodes, reduces: LinearMethod) -> None:
         self._over_nodes, self._reduces = (inside, between, nodes), reduces

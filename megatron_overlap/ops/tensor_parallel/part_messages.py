@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.ops.call import gemm_into, product
+from megatron_overlap.ops.call import product
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
 from megatron_overlap.ops.wgrad import DeferredWgrad, LateTensor, WgradTarget
@@ -32,11 +32,9 @@ Rows = Literal["input", "output", "output gradient", "input gradient"]
 
 
 class PartWork:
-    """The messages of one part that have started.
+    """The messages of one part that have started: `finish` completes `out`. This rank sends `num_bytes`.
 
     Args:
-        out: the result, complete after `finish`.
-        num_bytes: that this rank sends.
         wait: completes the messages; None: `out` is complete.
         is_ready: whether `wait` returns without waiting for a received message. False where a query would synchronise.
     """
@@ -52,7 +50,7 @@ class PartWork:
 
     @property
     def ready(self) -> bool:
-        """Whether `finish` returns without waiting for a received message."""
+        """As of `is_ready`, for `finish`."""
         return self._wait is None or self._is_ready()
 
     def finish(self) -> torch.Tensor:
@@ -68,10 +66,8 @@ class PartWork:
 
 
 class PartGather(PartWork):
-    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank.
-
-    `full` is a buffer of the transport for the rows of all ranks; None: new memory.
-    """
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank, into `full`, a buffer of the
+    transport; None: new memory."""
 
     def __init__(self, transport: Transport, shard: torch.Tensor, op: str, full: torch.Tensor | None = None) -> None:
         num_rows, features = shard.shape[0] * transport.size, shard.shape[1]
@@ -95,11 +91,11 @@ class PartGather(PartWork):
             return super().matmul(b, bias)
         full, (start, stop) = self.out, self._own
         out = full.new_empty(full.shape[0], b.shape[1])
-        gemm_into(full[start:stop], b, out[start:stop], bias)
+        product(full[start:stop], b, bias, out[start:stop])
         self.finish()
         for rows in slice(start), slice(stop, None):
             if out[rows].numel():
-                gemm_into(full[rows], b, out[rows], bias)
+                product(full[rows], b, bias, out[rows])
         return out
 
 
@@ -107,11 +103,7 @@ class PartGathers:
     """All-gathers of both parts by copy engines, into buffers that take turns.
 
     A gather overwrites the rows of the one `NUM_BUFFERS` before. Postponed weight gradients that may read them are
-    computed first.
-
-    Args:
-        transport: of the ranks; every rank starts the same gathers in the same order.
-        min_bytes: of the rows of a rank, in a gather that copy engines carry.
+    computed first. `min_bytes` are those of the rows of a rank, in a gather that copy engines carry.
     """
 
     NUM_BUFFERS = 12
@@ -143,7 +135,6 @@ class PartMessages(ABC):
     """The messages of one part in one step, in forward and in backward.
 
     Args:
-        buffer_pool: of the transport.
         deferred_wgrad: gets the weight gradients of both parts of the step.
         serial: wait for each message where it starts, to measure the time without overlap.
 
@@ -189,7 +180,7 @@ class PartMessages(ABC):
         return rows in self._started
 
     def is_ready(self, rows: Rows) -> bool:
-        """Whether `finish(rows)` returns without waiting. False where a query would synchronise."""
+        """See `PartWork.ready`."""
         return self._started[rows].ready
 
     def take(self, rows: Rows) -> PartWork:
@@ -232,9 +223,7 @@ class PartMessages(ABC):
 class AllReduceMessages(PartMessages):
     """The messages without sequence parallelism: all-reduces. All ranks call them in program order.
 
-    Args:
-        group: the ranks.
-        num_wgrads: weight gradients that backward computes before it waits for the input gradient; None: all.
+    `num_wgrads` weight gradients are computed before backward waits for the input gradient; None: all.
     """
 
     def __init__(
@@ -256,7 +245,7 @@ class AllReduceMessages(PartMessages):
         return PartWork(own.contiguous(), 0, None)
 
     def reduce(self, rows: Rows, a: torch.Tensor, b: torch.Tensor | None = None) -> PartWork:
-        """See `PartMessages`. The wait raises TransportError where the collective fails or reaches its timeout."""
+        """See `PartMessages`. The wait raises a `TransportError` where the collective fails or exceeds its timeout."""
         out, size = a.clone() if b is None else a @ b, self._group.size()
         work = dist.all_reduce(out, group=self._group, async_op=True)
 

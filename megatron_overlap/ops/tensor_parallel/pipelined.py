@@ -11,7 +11,7 @@ import torch
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
-from megatron_overlap.ops.call import gemm_into, repeated
+from megatron_overlap.ops.call import product, repeated
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, PartLayout, Plan
 
@@ -43,7 +43,7 @@ class PlainGemm:
         return (rows,)
 
     def matmul(self, rows: Payload, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        gemm_into(rows[0], b, out, bias)
+        product(rows[0], b, bias, out)
 
     def wgrad(self, wgrad: WeightGradient, dy: torch.Tensor | Payload, x: torch.Tensor | Payload) -> None:
         wgrad.add(dy[0] if isinstance(dy, tuple) else dy, x[0] if isinstance(x, tuple) else x)
@@ -58,13 +58,11 @@ class PipelinedAllGather:
     The plan defines the order of the sends. Rows of several peers that share a link may arrive in another order.
 
     Args:
-        transport, plan: carries the shards, in the order of an all-gather plan.
+        plan, layout: an all-gather plan and the rows of its chunks.
         shard: own rows: one or more contiguous tensors `[shard rows, ...]`, unchanged until `finish`. One message
             carries a chunk of all of them.
-        layout: rows of every chunk.
         into: the gathered rows, one tensor `[num_rows, ...]` for each of `shard`; own rows are copied into it only with
             `whole`.
-        op: name in error messages.
         whole: the consumer reads the own and the received rows as one tensor.
         repeats: `into` are buffers of the transport's pool, and further calls have the same plan and layout.
 

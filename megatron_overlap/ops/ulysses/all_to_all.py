@@ -4,7 +4,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -119,9 +119,9 @@ class _Pieces:
 class HeadAllToAll:
     """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
-    A received piece is written at its position in the whole sequence. No layout of the sequence over ranks needs a
-    permutation or padding. `inputs` and `outputs` are the features of the inputs and results of `attend`. With
-    `retain_gathered` the gathered rows outlive the pass, so they are not in a buffer of the transport.
+    A received piece is written at its position in the whole sequence, without a permutation or padding. `inputs` and
+    `outputs` are the features of the inputs and results of `attend`. With `retain_gathered` the gathered rows outlive
+    the pass, so they are not in a buffer of the transport.
 
     Attributes:
         gathered: all rows of the own heads, `[S, B, width]` by group.
@@ -163,10 +163,8 @@ class HeadAllToAll:
             take("ulysses_result", (shapes.size(shapes.result[rank]),), like),
             take("ulysses_receive", (num_received,), like, symmetric=True),
         )
-        if symmetric:
-            pieces = repeated(transport, of, lambda: _Pieces(*of, symmetric=True))
-        else:
-            pieces = _Pieces(*of, symmetric=False)
+        build = partial(_Pieces, *of, symmetric=symmetric)
+        pieces = repeated(transport, of, build) if symmetric else build()
         self._send_buffers, self._result, self._recv_buffers = pieces.sent, pieces.result, pieces.received
         self.num_bytes = pieces.num_bytes
         self._arrives = self.gathered = pieces.gathered

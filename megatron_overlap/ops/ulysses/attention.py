@@ -14,11 +14,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm import BufferPool, Transport
-from megatron_overlap.ops.call import Observer, transport_for
-from megatron_overlap.ops.flash_attention import Kernel, SavedSequence, sequence_backward, sequence_forward
+from megatron_overlap.comm import Transport
+from megatron_overlap.ops.call import Observer, transport_for, unobserved
+from megatron_overlap.ops.flash_attention import (
+    Kernel,
+    KeyGradients,
+    SavedSequence,
+    sequence_backward,
+    sequence_forward,
+)
 from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
-from megatron_overlap.ops.wgrad import add_wide, like_fp32
 from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
@@ -53,10 +58,7 @@ class UlyssesPlan:
         return next((layout for layout in layouts if layout.aligned and layout.num_groups > 1), layouts[0])
 
     def most_groups(self, num_heads: int, num_kv_heads: int, num_ranks: int, head_bytes: int) -> int:
-        """Upper limit of the number of head groups.
-
-        `head_bytes` is the size of one head of a rank's rows. It must be the same number on every rank.
-        """
+        """Upper limit of the number of head groups; see `UlyssesCall.head_bytes`."""
         limit = self.num_groups
         if limit is None:
             heads = num_heads // num_ranks + 2 * -(-num_kv_heads // num_ranks)
@@ -141,10 +143,10 @@ class UlyssesCall(NamedTuple):
         own = layout.rows_of(transport.rank)
         if own != x.shape[0]:
             raise ValueError(f"layout: {own} rows for rank {transport.rank}: the tensors have {x.shape[0]}")
-        return cls(transport, layout, plan or UlyssesPlan(), observer or (lambda direction, num_bytes: None))
+        return cls(transport, layout, plan or UlyssesPlan(), observer or unobserved)
 
     def head_bytes(self, x: torch.Tensor, size: int) -> int:
-        """Bytes of one head, by the mean number of rows of a rank, so that all ranks compute the same number."""
+        """Bytes of one head of the mean number of rows of a rank: the same on all ranks."""
         return self.layout.num_rows * x.shape[1] * size * x.element_size() // self.layout.num_ranks
 
     def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
@@ -187,7 +189,8 @@ class _Ulysses(torch.autograd.Function):
         dy = grads[0]
         call, attention, heads = ctx.call, ctx.attention, ctx.attention.heads
         dq = torch.empty_like(dy, memory_format=torch.contiguous_format)
-        keys = _KeyGradients(heads, ctx.shape, dy, call.transport.buffer_pool)
+        # Each rank that uses a head computes a term.
+        keys = KeyGradients(ctx.shape, dy, call.transport.buffer_pool, added=heads.shares_keys)
 
         def produce(group: int, peers: tuple[int, ...], slots: list[torch.Tensor]) -> None:
             for peer, slot in zip(peers, slots, strict=True):
@@ -198,7 +201,7 @@ class _Ulysses(torch.autograd.Function):
             queries, complete = heads.queries(peer, group), heads.last_keys(peer, group)
             query_grad, key_grad, value_grad = attention.split(rows, queries, complete)
             dq[:, :, slice(*queries)].copy_(query_grad)
-            keys.add(complete, key_grad, value_grad)
+            keys.add((slice(None), slice(None), slice(*complete)), key_grad, value_grad)
 
         all_to_all = call.begin(attention, dy, "ulysses_attention dgrad", backward=True)
         all_to_all.run(produce, attention.backward, consume)
@@ -206,42 +209,11 @@ class _Ulysses(torch.autograd.Function):
         return dq, *keys.result(), None, None
 
 
-class _KeyGradients:
-    """Gradients of the own rows of all key/value heads, summed over the ranks that use a head."""
-
-    def __init__(self, heads: HeadLayout, shape: torch.Size, like: torch.Tensor, buffer_pool: BufferPool) -> None:
-        self._totals = self._own = [like.new_empty(shape), like.new_empty(shape)]
-        self._shared, self._buffer_pool = heads.shares_keys, buffer_pool
-        if self._shared:
-            if like.element_size() < 4:
-                # Sums over ranks accumulate in fp32 and are rounded once.
-                self._totals = list(buffer_pool.take("ulysses_keys", (2, *shape), like_fp32(like)).unbind())
-            for total in self._totals:
-                total.zero_()
-
-    def add(self, heads: tuple[int, int], key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Adds the gradients that one rank computed for a run of heads."""
-        for total, term in zip(self._totals, (key_grad, value_grad), strict=True):
-            own = total[:, :, slice(*heads)]
-            if self._shared:
-                add_wide(own, term, self._buffer_pool)
-            else:
-                own.copy_(term)
-
-    def result(self) -> list[torch.Tensor]:
-        """Gradients of keys and values."""
-        if self._totals is not self._own:
-            for own, total in zip(self._own, self._totals, strict=True):
-                own.copy_(total)
-        return self._own
-
-
 class HeadAttention:
     """Attention of the heads of one rank. It saves the tensors that backward needs.
 
-    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each.
-    Forward messages contain the key/value heads that are sent with a group. Backward messages contain the gradients of
-    those that no later group needs.
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
+    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
     """
 
     def __init__(

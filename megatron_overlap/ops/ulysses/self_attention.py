@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import Observer, Projection, gemm_into, transport_for
+from megatron_overlap.ops.call import Observer, Projection, product, transport_for
 from megatron_overlap.ops.flash_attention import Kernel
 from megatron_overlap.ops.ulysses.attention import HeadAttention, UlyssesCall, UlyssesPlan
 from megatron_overlap.ops.wgrad import ProductSum, Spans, WeightGradient, WgradTarget
@@ -153,7 +153,7 @@ class _Layer(torch.autograd.Function):
             runs = [call.qkv_rows(peer, group) for peer in peers]
             first, last = min(run.start for run in runs), max(run.stop for run in runs)
             projected = buffer_pool.take("ulysses_projected", (rows * batch, last - first), x)
-            gemm_into(flat, w_qkv[first:last].t(), projected, None if bias is None else bias[first:last])
+            product(flat, w_qkv[first:last].t(), None if bias is None else bias[first:last], projected)
             for peer, run, slot in zip(peers, runs, slots, strict=True):
                 part = projected[:, run.start - first : run.stop - first].unflatten(0, (rows, batch))
                 call.pack(part, slot, heads.queries(peer, group), heads.keys(peer, group))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport, transport_of
-from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.flash_attention import accumulation_dtype, documents_backward, documents_forward
+from megatron_overlap.ops.call import Observer, unobserved
+from megatron_overlap.ops.flash_attention import Attended, accumulation_dtype, documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
 from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
@@ -87,7 +87,7 @@ def balanced_attention(
     if rebalances is not None and not rebalances[0].moves:
         rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer)
+    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer or unobserved)
     out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
     return out
 
@@ -107,7 +107,7 @@ class _BalancedAttention(torch.autograd.Function):
         attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            documents_forward(q[rows], k[rows], v[rows], lengths, options.scale, options.window, out[rows], lse[rows])
+            documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale, options.window)
 
         executor.run(attention, documents)
         if merged.dtype != out.dtype:
@@ -132,9 +132,8 @@ class _BalancedAttention(torch.autograd.Function):
         attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            tensors = dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows]
-            grads = dq[rows], dk[rows], dv[rows]
-            documents_backward(*tensors, lengths, options.scale, options.window, grads)
+            attended, grads = Attended(q, k, v, out, lse).rows(rows), (dq[rows], dk[rows], dv[rows])
+            documents_backward(dout[rows], attended, lengths, options.scale, options.window, grads)
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):

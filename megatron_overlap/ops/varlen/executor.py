@@ -1,8 +1,8 @@
 """Executes one pass of balanced attention in one direction on one rank.
 
 The rows may come in the linear layout (`schedules.varlen.rebalance`). Surplus rows leave at the start. Missing rows
-arrive while the rank computes with its own. They are last in the attention layout, so they belong to whole documents,
-or to rings if the rank has no whole documents. Results leave for the linear layout as soon as they are computed.
+arrive while the rank computes with its own. They are last in the attention layout, so they mostly belong to whole
+documents. Results leave for the linear layout as soon as they are computed.
 """
 
 from bisect import bisect_left
@@ -74,8 +74,7 @@ class PassExecutor:
         if self._moved is not None:
             results = self._moved.finish()
             self._num_bytes += self._moved.num_bytes
-        if self._options.observer is not None:
-            self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
+        self._options.observer("forward" if self._direction == "forward" else "dgrad", self._num_bytes)
         return results
 
     def _enqueue(self, queues: TaskQueues, documents: DocumentsKernel) -> list[int]:
@@ -219,11 +218,8 @@ class _MovedRows:
         after_work: dict[Key, int],
         name: str,
     ) -> RowMessages:
-        """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`.
-
-        `x` begins with row `first_sent` of the source layout, `y` of each rank with its row `first_received` of the
-        destination layout.
-        """
+        """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`, which begin with
+        row `first_sent` of the source layout, and on each rank with `first_received` of the destination layout."""
         rank, numbered = self._transport.rank, [(move, (0, index, 0)) for index, move in enumerate(moves.moves)]
         sent = {key: slice(m.start - first_sent, m.stop - first_sent) for m, key in numbered if m.source == rank}
         firsts = [(key, move.at - first_received[move.to], move.rows) for move, key in numbered]

@@ -137,7 +137,6 @@ class RowMessages:
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
             of: the object from which plans and keys are derived, the same one in each layer.
-            name: name of the operation, for errors and buffers.
 
         Raises:
             TransportError: copies have too few flags for the messages between two ranks.
@@ -160,11 +159,9 @@ class RowMessages:
 
 
 class _Transfers:
-    """The transfers of one rank, without the tensor of the rows that it sends.
+    """The transfers of one rank, which `repeated` builds for a tensor of the rows that it sends.
 
-    Attributes:
-        numbers: of the messages that this rank receives, by plan and round.
-        repeated: builds the transfers of a tensor.
+    `numbers` are those of the messages that this rank receives, by plan and round.
     """
 
     def __init__(

@@ -9,7 +9,14 @@ from typing import ClassVar
 
 import torch
 
-from megatron_overlap.ops.flash_attention import Grads, Mask, accumulation_dtype, partial_backward, partial_forward
+from megatron_overlap.ops.flash_attention import (
+    Attended,
+    Grads,
+    Mask,
+    accumulation_dtype,
+    partial_backward,
+    partial_forward,
+)
 from megatron_overlap.ops.varlen.layout import add, merge, pick
 from megatron_overlap.schedules.varlen.messages import Traffic
 from megatron_overlap.schedules.varlen.ring_groups import Passing
@@ -170,7 +177,7 @@ class BackwardPassKV(RingAttention):
 
     def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> Grads:
         dout, q, out, lse = (pick(x, queries) for x in (self.dout, self.q, self.out, self.lse))
-        return partial_backward(dout, q, k, v, out, lse, self.scale, mask)
+        return partial_backward(dout, Attended(q, k, v, out, lse), self.scale, mask)
 
     def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
         shape = (-1, 2, *self.k.shape[1:])
@@ -199,7 +206,8 @@ class BackwardPassQ(BackwardPassKV):
         width = self.q.shape[1:].numel()
         q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
         lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
-        dq, dk, dv = partial_backward(dout, q, pick(self.k, own), pick(self.v, own), out, lse, self.scale, mask)
+        attended = Attended(q, pick(self.k, own), pick(self.v, own), out, lse)
+        dq, dk, dv = partial_backward(dout, attended, self.scale, mask)
         add(result.view(-1, *self.q.shape[1:]), runs, dq)
         add(self.dk, own, dk)
         add(self.dv, own, dv)

@@ -32,11 +32,9 @@ class Task:
     """One unit of computation.
 
     Attributes:
-        run: executes the task.
         is_completed, wait: of the messages that the task needs.
         is_runnable: whether this rank has executed the tasks that this one needs.
-        duration_fs: modelled duration.
-        arrival_fs: modelled time, from the start of the pass, at which the messages arrive.
+        duration_fs, arrival_fs: modelled duration, and time from the start of the pass until the messages arrive.
     """
 
     run: Callable[[], None]
@@ -106,9 +104,9 @@ class TaskQueues:
 class VarlenTransports(NamedTuple):
     """The transports of balanced attention.
 
-    A stream executes its messages in order. On NCCL the three kinds of messages therefore have a channel each:
-    inter-node messages do not delay intra-node messages, and a rebalancing receive does not block ring results that the
-    sender of its rows waits for. Other transports use one channel.
+    On NCCL, whose streams execute messages in order, the three kinds have a channel each: inter-node messages do not
+    delay intra-node messages, and a rebalancing receive does not block ring results that the sender of its rows waits
+    for. Other transports use one channel.
 
     Copies have no deadlock in the order of the tasks: every rank sends its payloads and surplus rows before its first
     task, and a result needs only results of earlier ring groups and rounds.
@@ -141,7 +139,7 @@ class CallOptions:
     window: int | None
     passing: Passing | None
     rebalances: tuple[Rebalance, Rebalance] | None
-    observer: Observer | None
+    observer: Observer
 
 
 def begin_rings(
@@ -166,14 +164,11 @@ def begin_rings(
 
 
 class RingRows:
-    """The payloads of ring groups, or their results: the rows that this rank sends and receives, and the messages.
-
-    The constructor packs the own payloads, posts the messages, and sets the rows of the groups.
+    """The payloads of ring groups, or their results. The constructor packs the own payloads and posts the messages.
 
     Attributes:
         sent, received: see `RowMessages`.
         numbers: of the units of `messages.mark_ready` that complete results, by key.
-        messages: the posted messages.
     """
 
     def __init__(self, runs: Sequence[RingGroupRun], name: str, *, results: bool = False) -> None:
@@ -206,12 +201,9 @@ class RingRows:
 
 
 class RingGroupRun:
-    """One ring group in one pass on this rank, which is a member, a proxy, or not involved.
+    """One ring group, number `number` of its rows, in one pass on this rank: a member, a proxy, or not involved.
 
-    Attributes:
-        zone, transport, attention, messages: of the group.
-        number: of the group in its rows.
-        result_steps: ring steps whose results this rank sends.
+    This rank sends the results of `result_steps`.
     """
 
     def __init__(self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages) -> None:

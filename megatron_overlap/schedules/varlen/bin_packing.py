@@ -1,9 +1,8 @@
 """One level of the partition: places documents into bins. A bin is a pass, a node or a device.
 
 The placement balances attention time (quadratic in the length) and tokens (capacity, linear layers). Long documents
-dominate attention time and short documents dominate tokens. Long documents are therefore placed first, longest first,
-each into the bin with the least attention time. Short documents go to the bin with the fewest tokens. A document that
-is too long for one bin is cut over several.
+dominate attention time, and go first, longest first, to the bin with the least attention time. Short documents dominate
+tokens, and go to the bin with the fewest. A document that is too long for one bin is cut over several.
 """
 
 import heapq
@@ -71,8 +70,8 @@ class Level:
 def place(level: Level, items: Sequence[Item]) -> Placement | None:
     """Places items, by falling length, into bins; returns None if items cannot be cut and do not fit.
 
-    The length threshold above which documents are cut starts high, which needs the fewest messages. While a bin
-    overflows or the result is uneven, the placement restarts with a lower threshold.
+    It first cuts only the longest documents, which needs the fewest messages. While a bin overflows or the result is
+    uneven, the placement restarts and cuts shorter ones.
     """
     linear_fs = level.cost.linear_fs
 
@@ -228,7 +227,7 @@ def _even(size: int, bins: Sequence[int], tokens: Sequence[int]) -> list[tuple[i
 def _make_room(level: Level, placed: Placement, bin_: int, missing: int) -> bool:
     """Moves tokens of a document that is already cut from a bin to its other bins; returns whether that made room.
 
-    Its shares become less even. This costs less than cutting one more document.
+    Uneven shares cost less than one more cut.
     """
     for place, item in enumerate(placed.items[bin_]):
         if item.tokens == item.length or item.tokens <= missing:

@@ -1,16 +1,13 @@
 """Routes transfers over NICs, and assigns every message of one P2PWork to a round: the order of posting on each rank.
 
 A direct transfer between two ranks of different nodes uses one NIC while the other NICs of the node may be idle. A
-routed transfer (Zeppelin, arXiv 2509.21841, section 4.2) is split over NICs. The source dispatches each share to a
-proxy rank next to the NIC, the proxies send in parallel, and the proxies of the other node pass their shares to the
-destination. Each share is cut further into pieces, so that the three stages overlap. Routing adds two messages inside
-the nodes. It is used only where the cost model predicts a gain.
+routed transfer (Zeppelin, arXiv 2509.21841, section 4.2) is split over NICs, where the cost model predicts a gain. The
+source dispatches each share to a proxy rank next to the NIC, the proxies send in parallel, and the proxies of the other
+node pass their shares to the destination. Each share is cut into pieces, so that the three stages overlap.
 
 In one round a rank sends at most one message and receives at most one. A forwarded message has a later round than the
-message that brings its rows. Posting in the order of rounds therefore cannot deadlock on any transport.
-
-A stream executes its messages in posting order, so a message whose rows are not ready delays all later ones. Rounds
-therefore follow the modelled order in which the links deliver the rows of each message.
+message that brings its rows. Posting in the order of rounds therefore cannot deadlock on any transport. Rounds follow
+the modelled order in which the links deliver the rows: in a stream a message that is not ready delays all later ones.
 """
 
 from collections import defaultdict
@@ -138,7 +135,6 @@ class MessageScheduler:
         """Adds one message for each hop of a path of ranks; returns the index of the last one.
 
         Args:
-            path: ranks from the source to the destination.
             payload, step, to_owner: see `Message`.
             rows: first row, and the row after the last.
             after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.

@@ -36,7 +36,7 @@ class RingMessages:
 
     Attributes:
         distribute: messages from owners to receivers.
-        collect: messages with results for the owners; None if the receivers keep their results.
+        collect: those with results for the owners; None if the receivers keep them.
     """
 
     ring_group: RingGroup
@@ -49,10 +49,7 @@ class RingMessages:
         return self._steps(position, self.distribute, 0)
 
     def result_steps(self, position: int) -> list[RingStep]:
-        """The ring steps at a position with the rounds of the earlier results, in the order in which those arrive.
-
-        The position sends its own results in this order.
-        """
+        """The ring steps at a position with the rounds of the earlier results: it sends its own in this order."""
         return [] if self.collect is None else self._steps(position, self.collect, 1)
 
     def _steps(self, position: int, plan: MessagePlan, offset: int) -> list[RingStep]:
@@ -116,7 +113,7 @@ class Traffic:
 def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
     """The messages of every ring group in pass `index`, of all ranks; the same on every rank.
 
-    Recent results are cached, because every layer of a model makes the same call.
+    Cached, because every layer of a model makes the same call.
     """
     if (traffic, window) in _recent_calls:
         _recent_calls.remove((traffic, window))

@@ -28,17 +28,12 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     several nodes (inter). A document is cut if its attention time exceeds a fraction of the mean load of a bin, over as
     few devices as needed; their number need not be a power of two.
 
-    The function is pure and deterministic: decisions use integer arithmetic, and ties go to the lower index. Every rank
-    that knows the lengths computes the same plan. A data loader can call it for the next batch during a step.
+    Every rank that knows the lengths computes the same plan: decisions use integers, and ties go to the lower index.
 
     Args:
         lengths: tokens of each document. Empty documents are not placed.
-        topology: nodes and devices.
         capacity: tokens a rank may hold in one pass.
         cost: cost model; the default describes an H100.
-
-    Returns:
-        The plan of all ranks.
 
     Raises:
         CapacityError: a document is longer than one pass of all ranks.
@@ -156,9 +151,8 @@ def ring_over_all(
 ) -> Plan:
     """Every document over every rank in zigzag order, pass-KV around one ring (TransformerEngine's `p2p`).
 
-    Documents fill passes in batch order. There is no padding: TransformerEngine pads each document to a multiple of
-    twice the number of ranks, which would only make this baseline slower. With `exchange="all_gather"` every rank
-    gathers all keys and values before it computes.
+    Documents fill passes in batch order, without the padding of TransformerEngine, which would only make this baseline
+    slower. With `exchange="all_gather"` every rank gathers all keys and values before it computes.
 
     Raises:
         CapacityError, ValueError: see `partition`.

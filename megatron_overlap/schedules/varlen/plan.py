@@ -29,7 +29,6 @@ class Ring:
     """One document cut over G ranks in zigzag order: `ranks[i]` holds chunk i and chunk 2G-1-i of the 2G chunks.
 
     Attributes:
-        document: index in the batch.
         ranks: members in ring order; members of one node are adjacent.
         bounds: 2G + 1 offsets; chunk c is `bounds[c]` to `bounds[c + 1]`. Chunks c and 2G-1-c differ by at most one
             token.
@@ -90,9 +89,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The placement of every token of a batch during attention.
-
-    Compares by identity: as a cache key a plan would be hashed in time proportional to its documents.
+    """The placement of every token of a batch during attention. Compares by identity, as a fast cache key.
 
     Attributes:
         method: name of the planner, a key of `partition.METHODS`.
@@ -185,7 +182,7 @@ def loads(plan: Plan, index: int) -> list[Load]:
 
 
 def balance(plan: Plan) -> Balance:
-    """Computes the balance and the modelled times of a plan."""
+    """The balance and the modelled times of a plan."""
     ranks, linear = plan.topology.ranks, plan.cost.linear_fs
     peaks, sums, busy_passes = [0] * 5, [0] * 5, [0] * ranks
     # A ring overlaps its messages with attention. An all-gather completes before attention starts.

@@ -46,11 +46,8 @@ class Rebalance:
     after: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    def receives(self, rank: int) -> tuple[Move, ...]:
-        return tuple(move for move in self.moves if move.to == rank)
-
     def inverse(self) -> Rebalance:
-        """The moves that return every row to its rank and row; also those of the gradients."""
+        """The moves that return every row; also those of the gradients."""
         moves = [
             replace(move, source=move.to, to=move.source, start=move.at, stop=move.at + move.rows, at=move.start)
             for move in self.moves

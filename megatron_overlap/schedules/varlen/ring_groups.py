@@ -54,13 +54,8 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query chunks and key chunks of one attention kernel call.
-
-    Attributes:
-        queries: query chunks.
-        keys: key chunks.
-        masked: not every query sees every key. A masked block has one query chunk and one key chunk.
-    """
+    """Query chunks and key chunks of one attention kernel call: one each if `masked`, where not every query sees every
+    key."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -85,10 +80,7 @@ def attends(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
 
 
 def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int | None) -> list[Block]:
-    """The kernel calls that compute each visible query-key pair of these chunks, both ascending, once.
-
-    `window` is the number of keys before its own position that a query sees; None is all.
-    """
+    """The kernel calls that compute each visible query-key pair of these chunks, both ascending, once."""
     bounds = ring.bounds
     masked: list[Block] = []
     full: dict[tuple[int, ...], list[int]] = {}

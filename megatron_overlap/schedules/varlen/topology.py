@@ -66,9 +66,8 @@ class Topology:
 class CostModel:
     """Modelled time of one layer on one device.
 
-    The defaults are fitted to measured forward times of causal attention on an H100 (64 query heads, 4 key/value heads,
-    head size 128, bf16: 1.06 ms at 4K tokens, 13.5 ms at 16K, 206 ms at 64K), and to the linear layers of a model of
-    that width at 600 TFLOP/s.
+    The defaults are fitted to forward times of causal attention measured on an H100 (64 query heads, 4 key/value heads,
+    head size 128, bf16: 1.06 ms at 4K tokens, 13.5 ms at 16K, 206 ms at 64K), and to linear layers at 600 TFLOP/s.
 
     Attributes:
         pair_fs: attention time of one query-key pair, all heads.

@@ -14,7 +14,7 @@ from megatron_overlap.comm import transport_of
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import OrderedTransport, P2PWork, Transfer, Transport
 from megatron_overlap.ops import reference
-from megatron_overlap.ops.call import gemm_into
+from megatron_overlap.ops.call import product
 from megatron_overlap.ops.tensor_parallel import p2p, part_messages
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     column_part,
@@ -322,17 +322,15 @@ def row_order(group: dist.ProcessGroup, *, arrived: bool) -> tuple[list[str], li
     shard, size = x.flatten(0, 1), group.size()
     own = len(shard)
 
-    def logged(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def logged(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = a.new_empty(len(a), b.shape[1]) if out is None else out
         start = out.storage_offset() // out.stride(0)
         log.append(f"rows {start // own} to {start // own + len(out) // own}")
-        gemm_into(a, b, out, bias)
+        return product(a, b, bias, out)
 
-    def logged_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = a.new_empty(len(a), b.shape[1])
-        logged(a, b, out, bias)
-        return out
-
-    with patch.multiple(part_messages, gemm_into=logged, product=logged_product):
+    with patch.object(part_messages, "product", logged):
         messages.gather("input", shard)
         gather = messages.full("input", shard)
         y, full = gather.matmul(w1.t()), gather.finish()

@@ -66,7 +66,7 @@ class LayerCase:
 def layout_of(sequence: Sequence, rows: int, ranks: int) -> SequenceLayout:
     if sequence == "lengths":
         lengths = [0, *([3] * (ranks - 2)), rows - 3 * (ranks - 2)] if ranks > 1 else [rows]
-        return SequenceLayout.of_lengths(lengths)
+        return reference.layout_of_lengths(lengths)
     return (SequenceLayout.zigzag if sequence == "zigzag" else SequenceLayout.contiguous)(rows, ranks)
 
 

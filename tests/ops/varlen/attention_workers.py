@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import balanced_attention
-from megatron_overlap.ops.flash_attention import Mask, partial_backward, partial_forward
+from megatron_overlap.ops.flash_attention import Attended, Mask, partial_backward, partial_forward
 from megatron_overlap.ops.reference import gather, own_rows
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import rebalance_to_linear
@@ -146,7 +146,7 @@ class _OneDocument(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         qkv = ctx.saved_tensors
         scale = qkv[0].shape[-1] ** -0.5
-        return partial_backward(grads[0].contiguous(), *qkv, *ctx.result, scale, Mask(0, None))
+        return partial_backward(grads[0].contiguous(), Attended(*qkv, *ctx.result), scale, Mask(0, None))
 
 
 def compare_rounding(group: dist.ProcessGroup, case: Case, dtype: torch.dtype) -> None:

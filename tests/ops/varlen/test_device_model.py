@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_overlap.comm import TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.ops import flash_attention
+from megatron_overlap.ops.call import unobserved
 from megatron_overlap.ops.varlen.attention import _BalancedAttention, _rebalances
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan, Topology
@@ -55,7 +56,7 @@ def record(
             opened = transports(device)
             rebalances = _rebalances(plan, 0) if linear else None
             rows = (plan.tokens(0) if rebalances is None else rebalances[0].before)[rank]
-            options = CallOptions(opened, plan, 0, 1.0, None, passing, rebalances, None)
+            options = CallOptions(opened, plan, 0, 1.0, None, passing, rebalances, unobserved)
             counts = HEADS, KV_HEADS, KV_HEADS, HEADS
             q, k, v, dy = (torch.empty(rows, heads, SIZE, device="cuda", dtype=torch.bfloat16) for heads in counts)
             context: Any = Context()

@@ -60,16 +60,15 @@ class FusedPlan:
 
 
 class Hopper:
-    """Selects Hopper kernels on one transport and counts the GEMMs that did not use them.
+    """Selects Hopper kernels on one transport.
 
-    Args:
+    Attributes:
         unsupported_reason: why they cannot run on the device of this rank; empty if they can.
+        not_used: number of GEMMs that ran the portable kernel instead, by reason.
     """
 
     def __init__(self, unsupported_reason: str) -> None:
-        self.unsupported_reason = unsupported_reason
-        self.not_used: Counter[str] = Counter()
-        """Number of GEMMs that ran the portable kernel instead of a Hopper kernel, by reason."""
+        self.unsupported_reason, self.not_used = unsupported_reason, Counter[str]()
 
     @classmethod
     def of(cls, transport: SymmetricTransport) -> Hopper:

@@ -41,14 +41,9 @@ def inside_host(transport: FusedTransport) -> SymmetricTransport:
 
 
 def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup], Transport]) -> FusedTransport | str:
-    """Open the transport of fused operations between the ranks of `group`. Collective.
+    """Return the transport of fused operations in `group`, or the same reason on all ranks why there is none.
 
-    Args:
-        group: ranks with a CUDA device each.
-        messages: opens the transport between nodes; called only if the group spans several nodes.
-
-    Returns:
-        The transport, or why the group cannot have one. All ranks return the same reason.
+    Collective. `messages` opens the transport between nodes; called only if the group spans several nodes.
     """
     nodes = probe_symmetric_memory(group)
     if isinstance(nodes, str):
@@ -109,9 +104,8 @@ class IntraNodeGather:
     def _launch_matmul(self, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         from megatron_overlap.kernels.ag_gemm import ag_gemm
 
-        config = self._kernels.config(self.full, b, out)
-        tiles = self._kernels.table(self._layout, "arrival", config.block_m)
-        waits, programs = _waits(self._transport, self._op), self._kernels.programs
+        config, waits = self._kernels.config(self.full, b, out), _waits(self._transport, self._op)
+        tiles, programs = self._kernels.table(self._layout, "arrival", config.block_m), self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=waits, config=config, num_programs=programs)
 
     def _launch_wgrad(self, dy: torch.Tensor | None, x: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
@@ -152,11 +146,9 @@ class IntraNodeScatter:
             self._op.send_staged(staged, self._layout)
 
     def _staged_addresses(self, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return addresses that redirect the tiles of other owners to `staged`, `[R owners, rows, N]`.
+        """Return addresses that redirect the tiles of other owners and their flags to `staged`, `[R owners, rows, N]`.
 
-        The kernel stores a tile in block `rank` of the receive buffer at `recv_buffers[owner]` and sets
-        `flags[owner] + rank * parts + part`. With the returned addresses, both are in staging memory: block `owner` and
-        its flags.
+        The kernel stores a tile in block `rank` at `recv_buffers[owner]` and sets `flags[owner] + rank * parts + part`.
         """
         transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
         num_slot_bytes = staged[0].nbytes
