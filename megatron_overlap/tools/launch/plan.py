@@ -22,17 +22,13 @@ CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The commands of one launch and where they run. `execute` makes `config.yaml` and `logs/` in `run_dir`.
-
-    `commands` has one per rank on cpu, one torchrun for this node on cuda. They run in the hosts of `lab`; None:
-    over loopback or the real network. `link` describes the network.
-    """
+    """The commands of one launch and where they run."""
 
     config: LaunchConfig
-    run_dir: Path
-    commands: tuple[RankCommand, ...]
-    lab: Netlab | None
-    link: str
+    run_dir: Path  # `execute` makes `config.yaml` and `logs/` in it
+    commands: tuple[RankCommand, ...]  # one per rank on cpu; one torchrun for this node on cuda
+    lab: Netlab | None  # the hosts in which the commands run; None: loopback or the real network
+    link: str  # description of the network
 
     def render(self) -> str:
         """The plan as text: for every rank a command to paste into a shell, then the config file."""

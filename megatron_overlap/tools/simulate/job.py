@@ -32,16 +32,12 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
-
-    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster. With
-    `copies` the plugin sends by the copy engines of the link, if it has some.
-    """
+    """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens."""
 
     shape: ExpertShape
-    parallel: int = 1
-    overlap: ExpertOverlap = "none"
-    copies: bool = True
+    parallel: int = 1  # consecutive ranks that share them
+    overlap: ExpertOverlap = "none"  # the stock path; p2p is the plugin, auto p2p if faster
+    copies: bool = True  # the plugin sends by the copy engines of the link, if it has some
 
     @property
     def local(self) -> int:
@@ -55,8 +51,7 @@ class Job:
 
     `tensor`, `context`, `pipeline` and `data` are sizes of the parallel groups. Rank order as in Megatron: tensor,
     context, data, pipeline. `split` are parts of a micro-batch whose messages overlap each other's computation; auto:
-    those that the layout supports, if they are faster than separate layers. `data_overlap`: stock has Megatron's
-    overlap flags for gradients and parameters.
+    those that the layout supports, if they are faster than separate layers.
     """
 
     model: ModelConfig
@@ -75,7 +70,7 @@ class Job:
     precision: Precision = "bf16"
     tensor_overlap: LinearOverlap = LinearOverlap()
     split: Split | Literal["auto"] = "none"
-    data_overlap: Literal["none", "stock"] = "stock"
+    data_overlap: Literal["none", "stock"] = "stock"  # Megatron's overlap flags for gradients and parameters
     gradient_bytes: int = 4  # of one gradient element in the reduction; Megatron reduces in fp32 by default
     bucket_parameters: int | None = None  # smallest number of a gradient bucket; None: Megatron's default
     experts: Experts | None = None

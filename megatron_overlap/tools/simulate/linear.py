@@ -79,16 +79,15 @@ class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
 
     The simulation runs rank 0 for all ranks. That is exact if ranks and chunks divide the rows evenly. Otherwise the
-    chunks of other ranks differ from those of rank 0 by one row. `rows` are those of the gathered activation,
-    `out_features` (n) and `in_features` (k) the columns of this rank's output and input.
+    chunks of other ranks differ from those of rank 0 by one row.
     """
 
     model: CostModel
     link: Link
     overlap: LinearOverlap
-    rows: int
-    out_features: int
-    in_features: int
+    rows: int  # those of the gathered activation
+    out_features: int  # n: columns of this rank's output
+    in_features: int  # k: columns of this rank's input
 
     def __post_init__(self) -> None:
         if reason := unsupported_reason(self.overlap.method, self.link):
