@@ -34,8 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with arguments without the name of the program. None: the arguments of the process.
 
-    Returns:
-        0 done, 1 the run failed or a check did not hold, 2 the request was wrong (one line on stderr).
+    Returns 0: done, 1: the run failed or a check did not hold, 2: the request was wrong (one line on stderr).
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -68,8 +67,8 @@ def _run(name: str | None, args: list[str]) -> int:
     for known, (target, short) in COMMANDS.items():
         if known == name:
             app.command(known)(pkgutil.resolve_name(f"megatron_overlap.{target}"))
-        else:
-            app.command(known, help=short)(_unloaded)
+        else:  # for the list of --help
+            app.command(known, help=short)(lambda: None)
     try:
         result = app(args=args, prog_name=PROGRAM, standalone_mode=False)
     except _click_errors.ClickException as error:
@@ -82,10 +81,6 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
     if version:
         print(f"{PROGRAM} {__version__}")
         raise typer.Exit
-
-
-def _unloaded() -> None:
-    """Placeholder of a subcommand in the list of --help."""
 
 
 def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigError:

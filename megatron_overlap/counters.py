@@ -46,22 +46,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class AutotuneLine:
-    """What `method: auto` selected for the calls of one shape.
+    """What `method: auto` selected for the calls of one shape."""
 
-    `module` has kind and shape of the layer, such as `column 1024->2816`. `passes` were measured together. `method`
-    runs these calls now. `ms` is its time, `stock_ms` that of the stock path; None where it was not measured. `reason`
-    is the measurement behind the selection, or why other candidates were excluded.
-    """
-
-    module: str
+    module: str  # kind and shape of the layer, such as `column 1024->2816`
     op: str
     rows: int
     dtype: str
-    passes: str
-    method: str
-    ms: float | None
-    stock_ms: float | None
-    reason: str
+    passes: str  # those that were measured together
+    method: str  # runs these calls now
+    ms: float | None  # time of `method`; None where it was not measured
+    stock_ms: float | None  # that of the stock path
+    reason: str  # the measurement behind the selection, or why other candidates were excluded
 
     @property
     def gain(self) -> float | None:
@@ -70,16 +65,12 @@ class AutotuneLine:
 
 
 class SymmetricMemory(NamedTuple):
-    """Symmetric memory that one group holds for fused kernels on this rank.
-
-    `bound_bytes` is twice the largest gathered activation of the group. `portable` counts the GEMMs that ran the
-    portable kernel instead of the one for Hopper, by reason.
-    """
+    """Symmetric memory that one group holds for fused kernels on this rank."""
 
     num_ranks: int
     num_bytes: int
-    bound_bytes: int
-    portable: Mapping[str, int]
+    bound_bytes: int  # twice the largest gathered activation of the group
+    portable: Mapping[str, int]  # GEMMs that ran the portable kernel instead of the one for Hopper, by reason
 
 
 class SavedSite(NamedTuple):

@@ -29,7 +29,7 @@ from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tools.gemm_rate import DTYPES, default_precision, gemm_tflops
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import run_workers
 
 sys.path.insert(0, str(Path(__file__).parent))  # for an import as `scripts.calibrate`
 from measured_profile import (

@@ -34,8 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.config import LaunchConfig  # noqa: E402
 from megatron_overlap.tools.launch.plan import LaunchPlan, entry_args, execute, gpu_env, plan  # noqa: E402
-from megatron_overlap.tools.launch.processes import RunError  # noqa: E402
-from megatron_overlap.tools.launch.ranks import worker_commands  # noqa: E402
+from megatron_overlap.tools.launch.processes import RunError, worker_commands  # noqa: E402
 from scripts.gpu.part_process import SHARED_GPU_ENV, device_text  # noqa: E402
 from scripts.trust.deviations import (  # noqa: E402
     BF16_FACTOR,

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError  # noqa: E402
-from megatron_overlap.tools.launch.ranks import free_port  # noqa: E402
+from megatron_overlap.tools.launch.processes import free_port  # noqa: E402
 from scripts.trust import rank as ranks  # noqa: E402
 from scripts.trust.rank import DIFFERS, DONE, FOUND, GENERATION, WAIT_FAILED, WRONG, Case, Outcome  # noqa: E402
 from scripts.trust.training import run_trainings  # noqa: E402

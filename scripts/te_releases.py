@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_overlap.config.resources import transformer_engine_folder
-from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import RunError, run_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("2.8.0", "2.12.0", "2.16.1", "2.19.0", "2.20.2")

@@ -1,5 +1,6 @@
 """Consistency of the ranks of a group, checked over their store with a deadline."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -78,10 +79,7 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
 
 def _runs(numbers: list[int]) -> str:
     """Return `0-2, 5` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    # In a run, the difference between a number and its place is constant.
+    groups = itertools.groupby(enumerate(sorted(numbers)), key=lambda numbered: numbered[1] - numbered[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from megatron_overlap.comm import destroy_process_groups
 from megatron_overlap.comm.symmetric.cuda import local_unsupported_reason
@@ -27,8 +27,7 @@ from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter, refer
 from megatron_overlap.patching.manifest import load_permits
 from megatron_overlap.session import installed_release
 from megatron_overlap.tools.gemm_rate import slow_precision_reason
-from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import RunError, run_workers
 from megatron_overlap.tools.launch.rehearsal import permits_table
 
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
@@ -56,8 +55,8 @@ Verdict = tuple[Literal["works", "works slower", "not available"], str]  # wheth
 
 
 def command(
-    ranks: Annotated[int, typer.Option(min=2, max=16, help="Ranks of the self-test, on this machine.")] = 2,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds after which the self-test fails.")] = 60.0,
+    ranks: Annotated[int, Option(min=2, max=16, help="Ranks of the self-test, on this machine.")] = 2,
+    deadline: Annotated[float, Option(min=0.1, help="Seconds after which the self-test fails.")] = 60.0,
 ) -> int:
     """Report which features work on this machine, and why others work slower or not at all."""
     console = Console()
@@ -156,9 +155,7 @@ def _self_test(console: Console, ranks: int, deadline: float) -> str | None:
 
 
 def _self_test_rank(folder: Path) -> None:
-    """The self-test of one rank; this file is its program. Writes to `FOLDER/rank{r}` the largest relative difference
-    of outputs and gradients of both layers from plain collectives.
-    """
+    """One rank of the self-test. `FOLDER/rank{r}` gets the largest relative difference from plain collectives."""
     dist.init_process_group("gloo")
     group, rank, worst = dist.group.WORLD, dist.get_rank(), 0.0
     assert group is not None

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.errors import did_you_mean, usage_error
@@ -15,18 +15,18 @@ from megatron_overlap.schedules.varlen.topology import Topology
 
 def plan(
     lengths: Annotated[
-        Path, typer.Option(help="File with one length per line, or folder of documents (one token per byte).")
+        Path, Option(help="File with one length per line, or folder of documents (one token per byte).")
     ],
     config: Annotated[
         list[str] | None,
-        typer.Argument(help="Launch config (file or name of a shipped one) and key=value: gives ranks and nodes."),
+        Argument(help="Launch config (file or name of a shipped one) and key=value: gives ranks and nodes."),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks that share the batch.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
-    nics: Annotated[int, typer.Option(min=1, help="Network cards per node.")] = 1,
-    capacity: Annotated[int | None, typer.Option(min=1, help="Largest number of tokens of a rank in one pass.")] = None,
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",
-    show: Annotated[int, typer.Option(min=0, help="Number of ranks listed for each pass.")] = 16,
+    ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch.")] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Number of nodes.")] = None,
+    nics: Annotated[int, Option(min=1, help="Network cards per node.")] = 1,
+    capacity: Annotated[int | None, Option(min=1, help="Largest number of tokens of a rank in one pass.")] = None,
+    method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",
+    show: Annotated[int, Option(min=0, help="Number of ranks listed for each pass.")] = 16,
 ) -> int:
     """Show which rank gets which documents of a batch: rings, loads and balance."""
     if config:
@@ -60,9 +60,7 @@ def read_lengths(path: Path) -> list[int]:
     """Reads the lengths of documents from a text file with one length per line, or from a folder.
 
     The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths.
-
-    Raises:
-        ValueError: the folder or file has no documents, or a line is not a length.
+    ValueError: the folder or file has no documents, or a line is not a length.
     """
     if path.is_dir():
         kinds = (".py", ".txt", ".rst", ".md")

@@ -1,7 +1,6 @@
 """`megatron-overlap trace`: a Chrome trace of all ranks of a run, and a table of the exposed communication.
 
-The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread. The
-first part of this module puts the events of all ranks on the clock of rank 0 and pairs the messages.
+The file opens in Perfetto (ui.perfetto.dev) and in chrome://tracing. Each rank is a process, each row a thread.
 """
 
 import gzip
@@ -16,10 +15,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer import Argument, Option
 
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.tracing import EventFileError, Kind, Mark, RankEvents, exposed_in, merged, read_events, steps_of
@@ -47,23 +46,14 @@ def _on_clock_of_rank_0(times: npt.NDArray[np.int64], marks: Sequence[Mark]) -> 
 
 
 class Span(NamedTuple):
-    """One event of a rank, in nanoseconds, with the thread number and name of its row in the trace.
+    """One event of a rank, in nanoseconds, with its row in the trace."""
 
-    The rows of operations count from thread 10, those of messages from 100.
-    """
-
-    thread: int
+    thread: int  # number of the row: of operations from 10, of messages from 100
     row: str
     name: str
     start_ns: int
     stop_ns: int
     details: dict[str, Any]
-
-
-def event_files(run_dir: Path) -> dict[int, Path]:
-    """The event files in the folder of a run by rank, in order of the ranks."""
-    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
-    return dict(sorted(files.items()))
 
 
 def align_steps(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
@@ -130,23 +120,21 @@ def _events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
 
 
 def trace(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
+    run_dir: Annotated[Path, Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
     output: Annotated[
-        Path | None, typer.Option(help="File of the trace, .json or .json.gz. Default: trace.json.gz in RUN_DIR.")
+        Path | None, Option(help="File of the trace, .json or .json.gz. Default: trace.json.gz in RUN_DIR.")
     ] = None,
-    steps: Annotated[
-        str | None, typer.Option(help="FIRST:LAST, FIRST:, :LAST or one number. Default: all steps.")
-    ] = None,
+    steps: Annotated[str | None, Option(help="FIRST:LAST, FIRST:, :LAST or one number. Default: all steps.")] = None,
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    files = event_files(run_dir)
+    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         remedy = "run with overlap.trace=true, and give the folder of that run"
         raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
     try:
-        ranks = [read_events(path) for path in files.values()]
+        ranks = [read_events(path) for _, path in sorted(files.items())]
     except EventFileError as error:
         raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
     console = Console()

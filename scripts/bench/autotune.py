@@ -37,7 +37,7 @@ from harness import versions
 
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import run_workers
 
 HOSTS = 2
 SCRIPT = str(Path(__file__).resolve())

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests.helpers`
 

@@ -37,7 +37,7 @@ from megatron_overlap.comm import destroy_process_groups, transport_of
 from megatron_overlap.ops.flash_attention import Attended, documents_forward
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.varlen import CostModel, Topology
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import run_workers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIXES = ("prolong", "prolong64k", "arxiv", "github", "wlb")

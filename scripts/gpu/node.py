@@ -45,7 +45,7 @@ from one_node.parts import DRY, GATE, PASSES, SMS, TIMED, layers, run_part  # no
 from part_process import ENDED, INTERRUPTED, SHARED_GPU_ENV, device_text, is_bad, run_process, save  # noqa: E402
 
 from megatron_overlap.comm.host_group import store_beside  # noqa: E402
-from megatron_overlap.tools.launch.ranks import free_port, loopback_env  # noqa: E402
+from megatron_overlap.tools.launch.processes import free_port, loopback_env  # noqa: E402
 
 BUDGET_S = 870.0
 SECONDS = {GATE: 300.0, **dict.fromkeys([*TIMED, DRY], 110.0), SMS: 60.0}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_overlap.tools.launch.ranks import free_port
+from megatron_overlap.tools.launch.processes import free_port
 from scripts.trust.rank import Case, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_overlap.tools.launch.ranks import free_port
+from megatron_overlap.tools.launch.processes import free_port
 from tests.helpers.forked import ForkedProgram
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,20 +33,17 @@ class Breakdown:
     """How the step time of the reference becomes that of one run: waits by op, and computation.
 
     `before_ms` of all rows add up to `reference_ms`, `after_ms` to `run_ms`. The value of an op is its median over the
-    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops. A floor is
-    the step minus all its waits; that of the reference is the lower bound for any overlap of the same computation.
-    `changes` are ops whose waits became shorter, then those whose waits became longer, remaining waits, computation;
-    `grouped` are the ops in `REMAINING_WAITS`.
+    timed steps. Medians do not add up: `REMAINING_WAITS` holds the median of all waits minus the listed ops.
     """
 
     reference: str
     run: str
     reference_ms: float
     run_ms: float
-    reference_floor_ms: float
+    reference_floor_ms: float  # the step minus all its waits: the lower bound for any overlap of this computation
     run_floor_ms: float
-    changes: tuple[Change, ...]
-    grouped: tuple[str, ...]
+    changes: tuple[Change, ...]  # ops whose waits became shorter, longer ones, remaining waits, computation
+    grouped: tuple[str, ...]  # the ops in `REMAINING_WAITS`
 
 
 def breakdowns(result: Comparison) -> list[Breakdown]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from megatron_overlap.config import LaunchConfig, dump_config, load_launch_config
 from megatron_overlap.config.errors import usage_error, writing
@@ -22,33 +22,27 @@ from megatron_overlap.tools.launch.processes import RunError
 
 def compare(
     configs: Annotated[
-        list[str], typer.Argument(help="Launch configs, the reference first, and key=value overrides for all.")
+        list[str], Argument(help="Launch configs, the reference first, and key=value overrides for all.")
     ],
-    logs: Annotated[
-        bool, typer.Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Launches of each config, interleaved.")] = 3,
+    logs: Annotated[bool, Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")] = False,
+    rounds: Annotated[int, Option(min=1, help="Launches of each config, interleaved.")] = 3,
     output: Annotated[
-        Path | None, typer.Option(help="Folder of the result. Default: a new one in launch.output_dir.")
+        Path | None, Option(help="Folder of the result. Default: a new one in launch.output_dir.")
     ] = None,
     attribute: Annotated[
         bool,
-        typer.Option(
-            "--attribute", help="Add a run that sends the same messages without overlap, to separate both gains."
-        ),
+        Option("--attribute", help="Add a run that sends the same messages without overlap, to separate both gains."),
     ] = False,
     peak_tflops: Annotated[
-        float | None, typer.Option(min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU.")
+        float | None, Option(min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU.")
     ] = None,
     generate: Annotated[
-        bool, typer.Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
+        bool, Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
     ] = False,
-    prompt_tokens: Annotated[
-        str | None, typer.Option(help="With --generate: lengths of prompts, such as 128,512.")
-    ] = None,
-    batches: Annotated[str, typer.Option(help="With --generate: numbers of prompts.")] = "1,4",
-    new_tokens: Annotated[int, typer.Option(min=2, help="With --generate: tokens generated from a prompt.")] = 16,
-    engine: Annotated[str, typer.Option(help="With --generate: dynamic or static.")] = "dynamic",
+    prompt_tokens: Annotated[str | None, Option(help="With --generate: lengths of prompts, such as 128,512.")] = None,
+    batches: Annotated[str, Option(help="With --generate: numbers of prompts.")] = "1,4",
+    new_tokens: Annotated[int, Option(min=2, help="With --generate: tokens generated from a prompt.")] = 16,
+    engine: Annotated[str, Option(help="With --generate: dynamic or static.")] = "dynamic",
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     try:

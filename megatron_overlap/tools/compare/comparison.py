@@ -40,14 +40,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Workload:
-    """Tokens and model FLOPs of one iteration on all ranks; None where unknown.
-
-    `flops_convention` is what the FLOPs include, or why they are unknown. Without `devices` they are those of one rank.
-    """
+    """Tokens and model FLOPs of one iteration on all ranks; None where unknown. Without `devices`: of one rank."""
 
     tokens: int | None
     flops: float | None
-    flops_convention: str
+    flops_convention: str  # what the FLOPs include, or why they are unknown
     devices: int | None
 
 
@@ -93,24 +90,17 @@ class ExposedOp:
 
 @dataclass(frozen=True)
 class ExposedSummary:
-    """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`.
-
-    `share_of_step` is the total over the total step time. `floor_ms`, the compute-only floor, is the median step time
-    minus the median exposed communication. `by_op` has the largest mean first.
-    """
+    """Exposed communication of one run over its timed steps, the mean over ranks; recorded with `overlap.trace`."""
 
     step_ms: Spread
-    share_of_step: float
-    floor_ms: float
-    by_op: list[ExposedOp]
+    share_of_step: float  # the total over the total step time
+    floor_ms: float  # compute-only floor: the median step time minus the median exposed communication
+    by_op: list[ExposedOp]  # the largest mean first
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of one run; None where a figure is unknown.
-
-    `own_loss_deviation` and `own_grad_norm_deviation` are the largest deviations between two rounds of this run.
-    """
+    """The figures of one run; None where a figure is unknown."""
 
     name: str
     step_time_ms: Spread
@@ -125,7 +115,7 @@ class RunSummary:
     peak_memory_bytes: int | None
     losses: list[float | None]
     grad_norms: list[float | None]
-    own_loss_deviation: float | None
+    own_loss_deviation: float | None  # the largest between two rounds of this run
     own_grad_norm_deviation: float | None
     link: Mapping[str, Any]
     plugin: PluginReport | None
@@ -184,8 +174,7 @@ def compare(
 
     The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
     """
-    reference = sides[0]
-    attribution = None
+    reference, attribution = sides[0], None
     if serial is not None:
         first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[serial]))
         attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
@@ -206,8 +195,7 @@ def _summarize(side: Side) -> RunSummary:
     work, seconds = side.workload, step_time.median / 1000
     tflops = work.flops / seconds / (work.devices or 1) / 1e12 if work.flops is not None else None
     tokens_per_s = work.tokens / seconds if work.tokens is not None else None
-    peak = side.peak
-    first = side.records[0]
+    peak, first = side.peak, side.records[0]
     evaluations = [time for record in side.records for time in record.evaluation_ms]
     own = [(first, other) for other in side.records[1:]]
     steps = [

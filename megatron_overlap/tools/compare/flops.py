@@ -1,12 +1,8 @@
 """Model FLOPs of a training step and peak FLOP/s of a device: the two figures of the MFU.
 
-Convention for model FLOPs: 2 operations per multiply-add of the matrix multiplications, three times (forward, and the
-gradients of input and weight in backward). Attention scores count half of the square: the causal mask. Recomputation,
-optimizer, norms, activations and embedding look-up count nothing. The logits use the padded vocabulary. Of experts only
-the active ones count, those that a token passes; the router counts nothing. The throughput line of Megatron uses the
-same convention. Published figures that count the whole attention square are higher: `attention="full"` gives theirs.
-
-Peak rates are dense. Data sheets often print the figure with sparsity first, which is twice as much.
+The convention is that of Megatron's throughput line, see `docs/compare.md`. Norms, activations, the embedding look-up
+and the router of experts count nothing. Published figures that count the whole attention square are higher:
+`attention="full"` gives theirs. Peak rates are dense. Data sheets often print twice as much, the figure with sparsity.
 """
 
 import functools
@@ -98,10 +94,7 @@ def token_flops(
     attention: Attention = "causal",
     experts: ExpertShape | None = None,
 ) -> dict[str, float]:
-    """FLOPs of one token of a full sequence, forward and backward, by part of the model.
-
-    `causal` attention counts half of the score matrix, `full` all of it. `experts` replace the MLP.
-    """
+    """FLOPs of one token of a full sequence, forward and backward, by part of the model. `experts` replace the MLP."""
     gemm = 2 * 3  # multiply-add, in forward and for the gradients of input and weight
     ffn_hidden_size = model.ffn_hidden_size if experts is None else experts.active_ffn_hidden_size
     hidden, layers = model.hidden_size, model.num_layers

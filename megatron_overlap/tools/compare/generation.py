@@ -58,26 +58,22 @@ class GenerationRecord:
 
 @dataclass(frozen=True)
 class WorkloadSummary(Workload):
-    """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds.
-
-    `speedups`: time of the reference over that of the run in each round, tokens/s inverted; none of the reference.
-    `equal_sequences` have the tokens of the reference; `first_difference` is the smallest index of another token.
-    """
+    """The `METRICS` of one workload of one run over the rounds, and its prompts of all rounds."""
 
     figures: Mapping[str, Spread]
-    speedups: Mapping[str, Spread]
+    speedups: Mapping[str, Spread]  # reference over run in each round, tokens/s inverted; none of the reference
     sequences: int
-    equal_sequences: int
-    first_difference: int | None
+    equal_sequences: int  # those with the tokens of the reference
+    first_difference: int | None  # smallest index of another token
 
 
 @dataclass(frozen=True)
 class GenerationRun:
-    """The figures of one run, by workload. `tokens_equal`: every sequence has the tokens of the reference."""
+    """The figures of one run, by workload."""
 
     name: str
     engine: str
-    tokens_equal: bool
+    tokens_equal: bool  # whether every sequence has the tokens of the reference
     workloads: tuple[WorkloadSummary, ...]
     link: Mapping[str, Any]
     plugin: PluginReport | None

@@ -26,14 +26,11 @@ _MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Selection:
-    """The launches of a comparison, the reference first, and the changes made to the configs, for the report.
+    """The launches of a comparison."""
 
-    `serial` is the index of the run that sends the messages of the plugin without overlap, if any.
-    """
-
-    configs: tuple[LaunchConfig, ...]
-    serial: int | None
-    notes: tuple[str, ...]
+    configs: tuple[LaunchConfig, ...]  # the reference first
+    serial: int | None  # index of the run that sends the messages of the plugin without overlap
+    notes: tuple[str, ...]  # the changes made to the configs, for the report
 
 
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
@@ -120,10 +117,8 @@ def run_rounds[Record](
     """Launch every config, of different names, once in each round, and read the records.
 
     Every second round is in reversed order, so that a slow period of the machine affects all configs alike. `folder`
-    gets the `run_folder` of each launch. `read` reads its record there, and may raise a RunRecordError.
-
-    `on_launch` is called before each launch with its round and name, `on_line` with (rank, line) for every line of
-    output, `on_note` with the notes of each launch, such as a fallback of the network.
+    gets the `run_folder` of each launch. `read` reads its record there, and may raise a RunRecordError. `on_launch` is
+    called before each launch with its round and name; for `on_line` and `on_note` see `execute`.
 
     Raises:
         ConfigError: a config cannot be launched; nothing was started.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from typer import Argument, Option
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
@@ -49,36 +49,35 @@ _REPORT = re.compile(
     r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
 )
 
-Config = Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")]
-RunDir = Annotated[Path | None, typer.Option(help="Folder of this run. Default: a new folder in launch.output_dir.")]
-Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of the first node. Required with several nodes.")]
+Config = Annotated[Path, Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
+Overrides = Annotated[list[str] | None, Argument(help="key=value, which overrides the file.")]
+RunDir = Annotated[Path | None, Option(help="Folder of this run. Default: a new folder in launch.output_dir.")]
+Rendezvous = Annotated[str | None, Option(help="HOST:PORT of the first node. Required with several nodes.")]
 
 
 def launch(
     config: Config,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print commands, environment and configuration; start nothing.")
+        bool, Option("--dry-run", help="Print commands, environment and configuration; start nothing.")
     ] = False,
     run_dir: RunDir = None,
     rendezvous: Rendezvous = None,
     rehearse: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--rehearse", help="Run a downscaled copy on the CPUs of this machine and compare it with the stock path."
         ),
     ] = False,
     rehearse_ranks: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of ranks of the rehearsal. Default: as many as fit.")
+        int | None, Option(min=1, help="Largest number of ranks of the rehearsal. Default: as many as fit.")
     ] = None,
     emit_slurm: Annotated[
-        bool,
-        typer.Option("--emit-slurm", help="Write a Slurm batch file to FILE, the argument that follows, or to stdout."),
+        bool, Option("--emit-slurm", help="Write a Slurm batch file to FILE, the argument that follows, or to stdout.")
     ] = False,
     baseline: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Config of the baseline; --emit-slurm then writes a job array. `self`: the runs of `compare CONFIG`."
         ),
     ] = None,
@@ -95,7 +94,7 @@ def launch(
     if rehearse_ranks is not None:
         raise usage_error("launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
-    if cfg.launch.nodes > 1 and not dry_run:
+    if not dry_run:
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
     try:
@@ -185,7 +184,7 @@ def require_shared_options(command: str, rendezvous: str | None, run_dir: Path |
         ("--rendezvous", rendezvous, "HOST:PORT of the first node"),
         ("--run-dir", run_dir, "a folder that all nodes share"),
     ):
-        if value is None:
+        if value is None and nodes > 1:
             remedy = f"launch.nodes is {nodes}: give {what}, the same on every node"
             raise usage_error(f"{command} {option}", None, remedy)
 
@@ -207,10 +206,7 @@ def logged_iteration(line: str) -> tuple[int, int, dict[str, str]] | None:
 
 
 def progress_line(line: str) -> str | None:
-    """The text that `launch` prints for a line of a rank; None: print nothing.
-
-    A logged iteration becomes `iteration 3/20: 412.5 ms, lm loss 4.608128, grad norm 3.286`.
-    """
+    """The text of `launch` for a line of a rank, such as `iteration 3/20: 412.5 ms, lm loss 4.6`; None: nothing."""
     line = _TORCHRUN.sub("", line)
     if (found := logged_iteration(line)) is not None:
         number, last, fields = found
@@ -234,16 +230,14 @@ def iterations_in(status: Status) -> OnLine:
 
 _FIRST_STEPS = 2
 _NUM_VARIANTS = sum(len(values) - 1 for values in KNOBS.values())
-# Margin for backward passes that run late, which the search waits for.
-_MARGIN = 1.1
+_MARGIN = 1.1  # for backward passes that run late, which the search waits for
 
 
 def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, rendezvous: Rendezvous = None) -> int:
     """Measure the methods of each layer, and cache the fastest for later runs."""
     config = config_file(config)
     cfg = short_run(str(config), load_launch_config(config, overrides or ()))
-    if cfg.launch.nodes > 1:
-        require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
+    require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
     console = _wide_console()
     try:
@@ -265,8 +259,7 @@ def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, re
 def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     """The same job with as many iterations as autotuning needs, without checkpoints and evaluation.
 
-    Raises:
-        ConfigError: the config `name` has neither tensor nor expert parallelism, no autotuning or no cache.
+    ConfigError: the config `name` has neither tensor nor expert parallelism, no autotuning or no cache.
     """
     tensor, experts = cfg.overlap.tensor, cfg.overlap.expert.method == "auto" and cfg.expert_parallel_size > 1
     if cfg.parallel.tensor == 1 and not experts:

@@ -1,8 +1,6 @@
 """Downscale a launch config so that a machine without a GPU runs it in about a minute.
 
-The function maps a config to a config. Of the machine it reads whether the data files and TransformerEngine exist.
-
-The rules, in order:
+Of the machine it reads whether the data files and TransformerEngine exist. The rules, in order:
 
 1. Ranks: every parallel size above 1 becomes 2. If the product exceeds the limit, sizes become 1 in the order data,
    pipeline, context, tensor; with expert parallelism pipeline before data. Context also becomes 1 if only fused
@@ -55,9 +53,8 @@ class Change(NamedTuple):
 def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
     """A config for at most `max_ranks` ranks, named `NAME_rehearsal`, and its differences from `cfg`.
 
-    Raises:
-        ConfigError: balanced attention needs documents and the data files do not exist, or the layers need
-            TransformerEngine and it is not installed.
+    ConfigError: balanced attention has no data files with documents, or the layers need TransformerEngine and it is
+    not installed.
     """
     if cfg.train.transformer_impl == "transformer_engine" and not transformer_engine_available():
         raise ConfigError(cfg.name, "train.transformer_impl", "transformer_engine", TE_MISSING)

@@ -1,9 +1,8 @@
 """Several hosts on one Linux machine: network namespaces joined by a bridge, each with a rate-limited link.
 
-The namespaces have no names in the file system. A helper process, the holder, holds them open. It ends when its owner
-ends, and the kernel then removes the namespaces with their interfaces and queues. A crash therefore needs no clean-up,
-and no clean-up can remove the lab of another owner. The bridge has its own namespace too: the interfaces, addresses and
-routes of the machine do not change.
+A helper process, the holder, holds the namespaces open. It ends when its owner ends, and the kernel then removes the
+namespaces with their interfaces and queues: a crash needs no clean-up. The bridge has its own namespace too, so the
+interfaces, addresses and routes of the machine do not change.
 """
 
 import ipaddress
@@ -36,17 +35,11 @@ class NetlabError(RuntimeError):
 
 @dataclass(frozen=True)
 class Link:
-    """The link of one host, equal in both directions.
+    """The link of one host, equal in both directions."""
 
-    Attributes:
-        gbps: rate in Gbit/s (10^9 bits per second), headers included.
-        latency_ms: delay of each outgoing packet. Needs netem in the kernel.
-        burst_bytes: size of the token bucket, which passes without a limit. None: 0.5 ms at the rate, at least 64 KiB.
-    """
-
-    gbps: float
-    latency_ms: float = 0.0
-    burst_bytes: int | None = None
+    gbps: float  # rate in Gbit/s (10^9 bits per second), headers included
+    latency_ms: float = 0.0  # delay of each outgoing packet; needs netem in the kernel
+    burst_bytes: int | None = None  # token bucket, which passes without a limit; None: 0.5 ms at the rate, >= 64 KiB
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.gbps <= 100:
@@ -72,11 +65,7 @@ class Link:
 
 
 class Netlab:
-    """Context manager: `hosts` hosts, each with its own rate-limited link.
-
-    Args:
-        ranks_per_host: ranks that share one host and its link.
-        gbps, latency_ms, burst_bytes: see `Link`.
+    """Context manager: `hosts` hosts, each with its own rate-limited `Link`, which `ranks_per_host` ranks share.
 
     Raises:
         ValueError: hosts, ranks or a link are out of range.
@@ -131,8 +120,7 @@ class Netlab:
     def wrap(self, host: int | None, argv: Sequence[str]) -> list[str]:
         """A command line that executes `argv` on that host, with the same pid; None: in the namespace of the bridge.
 
-        Raises:
-            NetlabError: the lab is not open.
+        NetlabError: the lab is not open.
         """
         if not self._made:
             raise NetlabError("the lab is not open")
@@ -144,7 +132,6 @@ class Netlab:
         return self
 
     def open(self) -> None:
-        """Make the hosts; the context manager calls it."""
         if sys.platform != "linux":
             raise NetlabError(f"needs Linux; this is {sys.platform}")
         if self._holder is not None:
@@ -191,4 +178,4 @@ class Netlab:
             qdiscs = {"out_qdiscs": link.qdiscs(delayed=True), "in_qdiscs": link.qdiscs(delayed=False)}
             hosts.append({"address": f"{self.address(host)}/{_NETWORK.prefixlen}", **qdiscs})
         lab = {"owner": os.getpid(), "name": self.name, "interface": INTERFACE, "mtu_bytes": MTU_BYTES}
-        return {**lab, "hosts": hosts}
+        return lab | {"hosts": hosts}

@@ -15,28 +15,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
-from megatron_overlap.tools.launch.processes import OnLine, RankCommand, run_ranks
-from megatron_overlap.tools.launch.ranks import loopback_env, worker_commands
+from megatron_overlap.tools.launch.processes import OnLine, RankCommand, loopback_env, run_ranks, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The commands of one launch and where they run.
-
-    Attributes:
-        run_dir: folder of the run; `execute` makes `config.yaml` and `logs/` in it.
-        commands: one per rank on cpu; one torchrun for this node on cuda.
-        lab: the hosts in which the commands run; None: loopback or the real network.
-        link: description of the network.
-    """
+    """The commands of one launch and where they run."""
 
     config: LaunchConfig
-    run_dir: Path
-    commands: tuple[RankCommand, ...]
-    lab: Netlab | None
-    link: str
+    run_dir: Path  # `execute` makes `config.yaml` and `logs/` in it
+    commands: tuple[RankCommand, ...]  # one per rank on cpu; one torchrun for this node on cuda
+    lab: Netlab | None  # the hosts in which the commands run; None: loopback or the real network
+    link: str  # description of the network
 
     def render(self) -> str:
         """The plan as text: for every rank a command to paste into a shell, then the config file."""
@@ -51,8 +43,7 @@ class LaunchPlan:
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
     """Plan a launch in the folder `run_dir`. `rendezvous`: HOST:PORT of the first node, for several nodes.
 
-    Raises:
-        ConfigError: the training script does not exist.
+    ConfigError: the training script does not exist.
     """
     program = ["-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     if cfg.launch.device == "cuda":
@@ -102,10 +93,7 @@ def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
     """The arguments of `python -m megatron_overlap`: training script, Megatron's arguments, the plugin's arguments.
 
-    `anywhere`: take `launch.entry` as written, even if this machine has no such file.
-
-    Raises:
-        ConfigError: the script does not exist.
+    `anywhere`: take `launch.entry` as written, even if this machine has no such file. ConfigError: it does not exist.
     """
     name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
     script = resource_folder("scripts") / provided if name is None else Path(name)
@@ -132,9 +120,7 @@ def execute(
     """Run a plan to its end, and return the wall time in seconds.
 
     If the machine cannot make `launch.hosts` and its `fallback` is `loopback`, the ranks run over loopback. The config
-    in the run directory then has no hosts.
-
-    `on_note` is called with notes for the user, such as the fallback to loopback.
+    in the run directory then has no hosts, and `on_note` gets a note for the user.
 
     Raises:
         NetlabError: the machine cannot make the hosts; no rank was started.
@@ -165,12 +151,9 @@ _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which co
 
 
 def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
-    """The text of a batch file, with the name of the file in the usage line.
+    """The text of a batch file, with the name of the file in the usage line. Several runs become a job array.
 
-    Several runs of equal size become a job array: task i is run i.
-
-    Raises:
-        ConfigError: Slurm cannot run a config, or the runs need different job options.
+    ConfigError: Slurm cannot run a config, or the runs need different job options.
     """
     first = configs[0]
     for config in configs:

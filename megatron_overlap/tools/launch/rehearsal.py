@@ -13,8 +13,7 @@ from rich.table import Table
 from megatron_overlap.config import LaunchConfig, to_megatron_args, without_overlap
 from megatron_overlap.patching.manifest import Permit, load_permits
 from megatron_overlap.tools.launch.plan import execute, gpu_env, plan
-from megatron_overlap.tools.launch.processes import RunError, run_ranks
-from megatron_overlap.tools.launch.ranks import worker_commands
+from megatron_overlap.tools.launch.processes import RunError, run_ranks, worker_commands
 from megatron_overlap.tools.launch.run_records import RunRecord, deviation, read_run
 
 # Largest relative deviation from the stock path over the steps, (loss, grad-norm). fp32: the sums have another order,
@@ -72,12 +71,8 @@ def rehearse(
 ) -> Rehearsal:
     """Check the arguments of a launch on GPUs, run its downscaled config with and without the overlap, and compare.
 
-    A config without overlap runs once, and its losses must be finite.
-
-    Args:
-        downscaled: the config that `downscale` returned for `cfg`.
-        folder: parent of the two run directories.
-        on_start: called with a config before its run starts.
+    A config without overlap runs once, and its losses must be finite. `downscaled` is the result of `downscale` for
+    `cfg`, `folder` the parent of the run directories. `on_start` is called with a config before its run.
 
     Raises:
         RunError: Megatron refuses the arguments of the launch, or a rank failed.

@@ -26,20 +26,14 @@ class Fallback:
 
 @dataclass(frozen=True)
 class PluginReport:
-    """The plugin's report of one run, summed over the ranks.
-
-    Attributes:
-        reason: why it is active or not.
-        sent_bytes: bytes sent by the overlapped calls.
-        not_fused: calls by reason that ran p2p although the config requests fused kernels.
-    """
+    """The plugin's report of one run, summed over the ranks."""
 
     active: bool
-    reason: str
+    reason: str  # why it is active or not
     overlapped_calls: int
-    sent_bytes: int
+    sent_bytes: int  # by the overlapped calls
     fallbacks: tuple[Fallback, ...]
-    not_fused: Mapping[str, int] = field(default_factory=dict)
+    not_fused: Mapping[str, int] = field(default_factory=dict)  # calls that ran p2p instead of fused, by reason
 
 
 @dataclass(frozen=True)
@@ -52,40 +46,30 @@ class StepExposed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, aggregated over its ranks. Sequences have one value per iteration.
-
-    Attributes:
-        step_time_ms: step time of the slowest rank.
-        losses, grad_norms: None if no rank recorded a value.
-        peak_memory_bytes: largest peak of a rank over the run; None if not recorded.
-        meta: versions, device, layout and link of rank 0.
-        report: the plugin's report; None if the plugin was off.
-        exposed: exposed communication of each iteration with `overlap.trace`; else None.
-        evaluation_ms: time of each evaluation on the slowest rank.
-    """
+    """One run, aggregated over its ranks. Sequences have one value per iteration, except `evaluation_ms`."""
 
     iterations: tuple[int, ...]
-    step_time_ms: tuple[float, ...]
-    losses: tuple[float | None, ...]
+    step_time_ms: tuple[float, ...]  # of the slowest rank
+    losses: tuple[float | None, ...]  # None if no rank recorded a value
     grad_norms: tuple[float | None, ...]
-    peak_memory_bytes: int | None
-    meta: Mapping[str, Any]
-    report: PluginReport | None
-    exposed: tuple[StepExposed, ...] | None = None
-    evaluation_ms: tuple[float, ...] = ()
+    peak_memory_bytes: int | None  # largest peak of a rank over the run; None if not recorded
+    meta: Mapping[str, Any]  # versions, device, layout and link of rank 0
+    report: PluginReport | None  # None if the plugin was off
+    exposed: tuple[StepExposed, ...] | None = None  # None without `overlap.trace`
+    evaluation_ms: tuple[float, ...] = ()  # of each evaluation on the slowest rank
 
 
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
     """Read the records of `world_size` ranks; `iterations` is the number of their last step.
 
-    Raises:
-        RunRecordError: a file is missing, unreadable or too short.
+    RunRecordError: a file is missing, unreadable or too short.
     """
-    ranks = [_read_steps(run_dir / f"steps-rank{rank}.jsonl", iterations) for rank in range(world_size)]
+    files = [run_dir / f"steps-rank{rank}.jsonl" for rank in range(world_size)]
+    ranks = [_read_steps(file, iterations) for file in files]
     numbers = tuple(int(row["iteration"]) for row in ranks[0])
-    for rank, rows in enumerate(ranks):
+    for file, rows in zip(files, ranks, strict=True):
         if tuple(int(row["iteration"]) for row in rows) != numbers:
-            raise RunRecordError(f"{run_dir / f'steps-rank{rank}.jsonl'}: its iterations differ from those of rank 0")
+            raise RunRecordError(f"{file}: its iterations differ from those of rank 0")
     steps = list(zip(*ranks, strict=True))
     evaluations = [run_dir / f"evaluations-rank{rank}.jsonl" for rank in range(world_size)]
     evaluated = zip(*(_read_lines(path) for path in evaluations if path.exists()), strict=True)

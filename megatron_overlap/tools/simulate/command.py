@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ConfigError, load_launch_config
@@ -39,16 +39,12 @@ _EXPERTS: dict[str, ExpertOverlap] = {"experts, stock path": "none", "experts, t
 
 
 def simulate(
-    config: Annotated[Path, typer.Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, which overrides the file.")] = None,
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="Profile: a name in configs/clusters, or a YAML file.")
-    ] = "h100_dgx",
-    find: Annotated[bool, typer.Option("--sweep", help="Simulate every layout with this number of ranks.")] = False,
-    generation: Annotated[
-        bool, typer.Option("--generation", help="Simulate prefill and decode of one layer too.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all results as JSON.")] = None,
+    config: Annotated[Path, Argument(help="Launch config: a YAML file, or the name of a shipped one.")],
+    overrides: Annotated[list[str] | None, Argument(help="key=value, which overrides the file.")] = None,
+    cluster: Annotated[str, Option(help="Profile: a name in configs/clusters, or a YAML file.")] = "h100_dgx",
+    find: Annotated[bool, Option("--sweep", help="Simulate every layout with this number of ranks.")] = False,
+    generation: Annotated[bool, Option("--generation", help="Simulate prefill and decode of one layer too.")] = False,
+    output: Annotated[Path | None, Option("--json", help="Write all results as JSON.")] = None,
 ) -> int:
     """Predict the time of a training step on a cluster without running it."""
     cfg = load_launch_config(config_file(config), overrides or ())

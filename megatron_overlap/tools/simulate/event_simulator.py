@@ -1,9 +1,8 @@
 """Event simulator of a schedule: computation and messages of one rank on one clock.
 
 All ranks of a group run the same schedule, so one rank stands for all. A rank sends its messages one after the other,
-in the order in which they become ready; those between nodes have a queue of their own. Collectives of several streams
-run concurrently and share the port of the rank. A rank has one queue of computation, which runs slower while the rank
-communicates.
+as they become ready; those between nodes have a queue of their own. Collectives of several streams run concurrently and
+share the port of the rank. Its computation has one queue and runs slower while the rank communicates.
 """
 
 import math
@@ -17,26 +16,16 @@ _DONE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message of a stream.
-
-    Attributes:
-        after_work: number of works of the stream that precede it.
-        after_message: message of the stream that arrives before it.
-        stretch: factor on the transfer time.
-        latency_us: fixed time before the transfer; None: that of the link.
-        queued_us: fixed time in the queue of sends, where no other message overlaps it.
-        mover: what moves it; None: as in `run_streams`.
-        between_nodes: it is in the queue of messages between nodes.
-    """
+    """One message of a stream."""
 
     num_bytes: float
-    after_work: int = 0
-    after_message: int | None = None
-    stretch: float = 1.0
-    latency_us: float | None = None
-    queued_us: float = 0.0
-    mover: Mover | None = None
-    between_nodes: bool = False
+    after_work: int = 0  # number of works of the stream that precede it
+    after_message: int | None = None  # message of the stream that arrives before it
+    stretch: float = 1.0  # factor on the transfer time
+    latency_us: float | None = None  # fixed time before the transfer; None: that of the link
+    queued_us: float = 0.0  # fixed time in the queue of sends, where no other message overlaps it
+    mover: Mover | None = None  # what moves it; None: as in `run_streams`
+    between_nodes: bool = False  # it is in the queue of messages between nodes
 
 
 @dataclass(slots=True)
@@ -63,18 +52,14 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Result of a simulation: the end of the last computation and message, and the messages with bytes.
+    """Result of a simulation."""
 
-    `compute_us` has the slowdown by communication, `arrived_us` the arrival of each message by stream. `slack_us` is
-    the smallest time between the arrival of a message and its use.
-    """
-
-    time_us: float
-    compute_us: float
+    time_us: float  # end of the last computation and message
+    compute_us: float  # with the slowdown by communication
     sent_bytes: float
-    arrived_us: tuple[tuple[float, ...], ...]
-    slack_us: float
-    num_messages: int
+    arrived_us: tuple[tuple[float, ...], ...]  # of each message, by stream
+    slack_us: float  # smallest time between the arrival of a message and its use
+    num_messages: int  # those with bytes
 
     @property
     def exposed_us(self) -> float:
@@ -225,12 +210,8 @@ def run_streams(
 ) -> SimulatedRun:
     """Simulate rank 0 for all ranks: its messages arrive when its own messages leave.
 
-    Args:
-        streams: communicate concurrently.
-        order: (stream, index of work) in computation order; None: the streams one after the other.
-
-    Raises:
-        ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
+    The streams communicate concurrently. `order` has (stream, index of work) in computation order; None: the streams
+    one after the other. ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
     if order is None:
         order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work))]

@@ -22,6 +22,9 @@ from megatron_overlap.tools.simulate.linear import LinearOverlap
 Split = Literal["none", "batch", "sequence"]
 ExpertOverlap = Literal["none", "p2p", "auto"]
 Recompute = Literal["none", "selective", "full", "needed", "half"]
+"""Activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler, is full without
+FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second half of the gate and all
+elementwise operations."""
 
 _LAYERS_FLAG = "--num-layers-per-virtual-pipeline-stage"
 _EXPERT_TENSOR = "--expert-tensor-parallel-size"
@@ -29,16 +32,12 @@ _EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens.
-
-    `parallel` consecutive ranks share them. `overlap`: none is the stock path, p2p the plugin, auto p2p if faster. With
-    `copies` the plugin sends by the copy engines of the link, if it has some.
-    """
+    """Experts in place of the MLP of each layer. No expert is divided; all experts get equally many tokens."""
 
     shape: ExpertShape
-    parallel: int = 1
-    overlap: ExpertOverlap = "none"
-    copies: bool = True
+    parallel: int = 1  # consecutive ranks that share them
+    overlap: ExpertOverlap = "none"  # the stock path; p2p is the plugin, auto p2p if faster
+    copies: bool = True  # the plugin sends by the copy engines of the link, if it has some
 
     @property
     def local(self) -> int:
@@ -50,47 +49,33 @@ class Experts:
 class Job:
     """One training step of a model.
 
-    Attributes:
-        micro_batch_size, global_batch_size: sequences per micro-batch, and per step over all replicas.
-        tensor, context, pipeline, data: sizes of the parallel groups. Rank order as in Megatron: tensor, context, data,
-            pipeline.
-        virtual: model chunks per pipeline stage; 1 is 1F1B without interleaving.
-        sequence_parallel, distributed_optimizer: as in Megatron.
-        recompute: activation recomputation. Megatron has none, selective (attention) and full. `needed`, of a compiler,
-            is full without FC2 and the addition after it. `half` is torchtitan's selective "op": the keys, the second
-            half of the gate and all elementwise operations.
-        recompute_output: see `config.overlap.TensorOverlap`.
-        split: parts of a micro-batch whose messages overlap each other's computation; auto: those that the layout
-            supports, if they are faster than separate layers.
-        data_overlap: stock: Megatron's overlap flags for gradients and parameters; none: no overlap.
-        gradient_bytes: bytes of one gradient element in the reduction; Megatron reduces in fp32 by default.
-        bucket_parameters: smallest number of parameters of a gradient bucket; None: Megatron's default.
-        materializes_scores: attention consists of two products and a softmax with all scores in memory.
-        fused_accumulation: whether the wgrad GEMM accumulates into the main gradient.
+    `tensor`, `context`, `pipeline` and `data` are sizes of the parallel groups. Rank order as in Megatron: tensor,
+    context, data, pipeline. `split` are parts of a micro-batch whose messages overlap each other's computation; auto:
+    those that the layout supports, if they are faster than separate layers.
     """
 
     model: ModelConfig
     seq_length: int
-    micro_batch_size: int
-    global_batch_size: int
+    micro_batch_size: int  # sequences per micro-batch
+    global_batch_size: int  # sequences per step over all replicas
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     data: int = 1
-    virtual: int = 1
+    virtual: int = 1  # model chunks per pipeline stage; 1 is 1F1B without interleaving
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     recompute: Recompute = "none"
-    recompute_output: Literal["skip", "compute"] = "skip"
+    recompute_output: Literal["skip", "compute"] = "skip"  # see `config.overlap.TensorOverlap`
     precision: Precision = "bf16"
     tensor_overlap: LinearOverlap = LinearOverlap()
     split: Split | Literal["auto"] = "none"
-    data_overlap: Literal["none", "stock"] = "stock"
-    gradient_bytes: int = 4
-    bucket_parameters: int | None = None
+    data_overlap: Literal["none", "stock"] = "stock"  # Megatron's overlap flags for gradients and parameters
+    gradient_bytes: int = 4  # of one gradient element in the reduction; Megatron reduces in fp32 by default
+    bucket_parameters: int | None = None  # smallest number of a gradient bucket; None: Megatron's default
     experts: Experts | None = None
-    materializes_scores: bool = False
-    fused_accumulation: bool = True
+    materializes_scores: bool = False  # attention is two products and a softmax with all scores in memory
+    fused_accumulation: bool = True  # whether the wgrad GEMM accumulates into the main gradient
 
     def __post_init__(self) -> None:
         for impossible, text in _checks(self):
@@ -243,12 +228,10 @@ def _checks(job: Job) -> Iterator[tuple[bool | int, str]]:
 def job_of(config: LaunchConfig) -> Job:
     """The job of a launch config. `overlap.tensor.method`: p2p is the plugin, none the stock path, auto the faster one.
 
-    Raises:
-        ValueError: the simulator does not model the model or the layout of the config.
+    ValueError: the simulator does not model the model or the layout of the config.
     """
     known_model(config.megatron_args)
-    tensor = config.overlap.tensor
-    parallel, train = config.parallel, config.train
+    tensor, parallel, train = config.overlap.tensor, config.parallel, config.train
     overlap = LinearOverlap("stock")
     if tensor.method in ("auto", "p2p") and parallel.sequence_parallel:
         chunks = None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank

@@ -27,9 +27,6 @@ OVERLAPPED_CALLS = 23  # additional ones of one pass of an overlapped linear lay
 class Layers:
     """The passes of a job with the costs of a machine.
 
-    Without sequence parallelism the linear layers end in all-reduces in the order of the stock path: the all-reduce of
-    dgrad overlaps wgrad unless the method is `serial`.
-
     With `forward_only` no backward pass follows, and method `auto` selects by the forward pass. `cached` are the tokens
     of keys and values that attention reads for each row of a decode; 0: the rows are sequences.
     """
@@ -208,7 +205,10 @@ class Layers:
         return Op(name, time_us, run.exposed_us, sync=sync, slack_us=run.slack_us, enqueue_us=enqueue_us)
 
     def _all_reduced(self, name: str, n: int, k: int, *, moved: bool, backward: bool) -> Op:
-        """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient."""
+        """A layer without sequence parallelism: all-reduce of the row output or of the column input gradient.
+
+        As in the stock path, the all-reduce of dgrad overlaps wgrad unless the method is `serial`.
+        """
         rows, model = self.job.rows, self.model
         gemm = model.gemm_us(rows, k, n) if backward else model.gemm_us(rows, n, k)
         wgrad = model.gemm_us(n, k, rows) if backward else 0.0

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import Literal, get_args
+from typing import Literal
 
 from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
@@ -39,7 +39,6 @@ from megatron_overlap.schedules.plan import Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
-METHODS: tuple[Method, ...] = get_args(Method)
 
 SLICES = 4
 """Slices of a sliced collective, and default splits of TransformerEngine's pipelined reduce-scatter."""
@@ -50,24 +49,18 @@ _Collective = Literal["all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True)
 class LinearOverlap:
-    """Overlap method of a linear layer.
+    """Overlap method of a linear layer. `auto` is the faster of `stock` and `p2p`, see `fastest`.
 
-    Attributes:
-        method: see the table above; `auto` is the faster of `stock` and `p2p`, see `fastest`.
-        pattern: message pattern of `p2p`.
-        chunks_per_rank: chunks of `p2p` and `fused`. None: the heuristics for `p2p`, the fastest of 1, 2, 4 and 8 for
-            `fused`.
-        split: split of `p2p`; None: `edge` on a device, else the faster one.
-        save_gathered: a column-parallel layer saves its gathered input for the weight gradient.
-        copies: messages of `p2p` are copies by the copy engines of the link, if it has some.
+    `chunks_per_rank` are those of `p2p` and `fused`. None: the heuristics for `p2p`, the fastest of 1, 2, 4 and 8 for
+    `fused`.
     """
 
     method: Method | Literal["auto"] = "p2p"
-    pattern: Pattern = "direct"
+    pattern: Pattern = "direct"  # message pattern of `p2p`
     chunks_per_rank: int | None = None
-    split: Split | None = None
-    save_gathered: bool = False
-    copies: bool = True
+    split: Split | None = None  # of `p2p`; None: `edge` on a device, else the faster one
+    save_gathered: bool = False  # a column-parallel layer saves its gathered input for the weight gradient
+    copies: bool = True  # messages of `p2p` are copies by the copy engines of the link, if it has some
 
 
 def unsupported_reason(method: str, link: Link) -> str | None:
@@ -86,16 +79,15 @@ class Linear:
     """A linear layer on the ranks of one tensor parallel group, under sequence parallelism.
 
     The simulation runs rank 0 for all ranks. That is exact if ranks and chunks divide the rows evenly. Otherwise the
-    chunks of other ranks differ from those of rank 0 by one row. `rows` are those of the gathered activation,
-    `out_features` (n) and `in_features` (k) the columns of this rank's output and input.
+    chunks of other ranks differ from those of rank 0 by one row.
     """
 
     model: CostModel
     link: Link
     overlap: LinearOverlap
-    rows: int
-    out_features: int
-    in_features: int
+    rows: int  # those of the gathered activation
+    out_features: int  # n: columns of this rank's output
+    in_features: int  # k: columns of this rank's input
 
     def __post_init__(self) -> None:
         if reason := unsupported_reason(self.overlap.method, self.link):

@@ -10,24 +10,16 @@ Sync = Literal["before", "after"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a layer. Times are in microseconds.
-
-    Attributes:
-        time_us: time from start to end.
-        tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication in it.
-        sync: where the tensor parallel ranks synchronize; None: nowhere.
-        slack_us: skew of the peers that does not delay the rank.
-        enqueue_us: host time of its point-to-point messages.
-    """
+    """One operation of a layer. Times are in microseconds."""
 
     name: str
     time_us: float
-    tensor_us: float = 0.0
-    context_us: float = 0.0
-    expert_us: float = 0.0
-    sync: Sync | None = None
-    slack_us: float = 0.0
-    enqueue_us: float = 0.0
+    tensor_us: float = 0.0  # exposed tensor parallel communication in it
+    context_us: float = 0.0  # exposed context parallel communication
+    expert_us: float = 0.0  # exposed expert parallel communication
+    sync: Sync | None = None  # where the tensor parallel ranks synchronize; None: nowhere
+    slack_us: float = 0.0  # skew of the peers that does not delay the rank
+    enqueue_us: float = 0.0  # host time of its point-to-point messages
 
     @property
     def computed_us(self) -> float:

@@ -22,18 +22,12 @@ from megatron_overlap.tools.simulate.passes import Op, Pass
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Times in us of the attention or the MLP of one part.
+    """Times in us of the attention or the MLP of one part. Those of the weight gradients are zero in forward."""
 
-    Attributes:
-        start: sum of the received rows unless a collective adds them, residual and norm. Before the all-gather.
-        column, core, row: the first GEMM, what is between the GEMMs, and the last GEMM.
-        column_wgrad, row_wgrad: the weight gradients. Zero in forward.
-    """
-
-    start: float
-    column: float
-    core: float
-    row: float
+    start: float  # sum of the received rows unless a collective adds them, residual and norm; before the all-gather
+    column: float  # the first GEMM
+    core: float  # what is between the GEMMs
+    row: float  # the last GEMM
     column_wgrad: float = 0.0
     row_wgrad: float = 0.0
 

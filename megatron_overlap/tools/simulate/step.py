@@ -1,11 +1,8 @@
 """Time of a training step: micro-batches of all pipeline stages, parameter all-gathers, gradient reductions, optimizer.
 
 One rank stands for all tensor and context ranks of a stage, and one replica for all replicas, so that each pipeline
-stage has one clock.
-
-The order of the units of a stage is 1F1B, with and without interleaving: Narayanan et al., Efficient Large-Scale
-Language Model Training on GPU Clusters (arXiv 2104.04473), section 2.2; the number of warm-up passes is that of
-Megatron-Core.
+stage has one clock. The order of the units of a stage is 1F1B, with and without interleaving (Narayanan et al., arXiv
+2104.04473, section 2.2); the number of warm-up passes is that of Megatron-Core.
 """
 
 from collections import deque
@@ -20,12 +17,10 @@ from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.passes import Pass
 from megatron_overlap.tools.simulate.split import layer_passes
 
-_MIN_BUCKET_PARAMETERS = 40e6
-_BUCKET_PARAMETERS_PER_RANK = 1e6
+_MIN_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK = 40e6, 1e6
 _STEP_SUMS = 5  # small all-reduces of a step: tokens twice, overflow, norm, loss
 # torch calls of a step outside the micro-batches, counted as in layer.py: per parameter tensor, and fixed.
-_TENSOR_CALLS = 19
-_STEP_CALLS = 60
+_TENSOR_CALLS, _STEP_CALLS = 19, 60
 
 
 class Unit(NamedTuple):
@@ -37,10 +32,8 @@ class Unit(NamedTuple):
 
 
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
-    """The units of one stage in order.
-
-    With several model chunks per stage, stage s has the chunks s, s + stages, ..., and `microbatches` is a multiple of
-    `stages`.
+    """The units of one stage in order. With several model chunks, stage s has the chunks s, s + stages, ..., and
+    `microbatches` is a multiple of `stages`.
     """
 
     def unit(backward: bool, index: int) -> Unit:
@@ -69,24 +62,16 @@ def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
 
 @dataclass(slots=True)
 class StepTime:
-    """Time of a step and its parts in us, averaged over the stages. The parts add up to the step.
-
-    Attributes:
-        compute_us: layers, embedding, logits and loss without exposed communication.
-        tensor_us, context_us, expert_us: exposed tensor, context and expert parallel communication.
-        pipeline_us: waits for other stages: pipeline bubble and transfers of activations.
-        data_us: exposed communication of parameters and gradients, and the slowdown of computation by it.
-        optimizer_us: optimizer and the fixed time of a step in the profile.
-    """
+    """Time of a step and its parts in us, averaged over the stages. The parts add up to the step."""
 
     step_us: float = 0.0
-    compute_us: float = 0.0
-    tensor_us: float = 0.0
-    context_us: float = 0.0
-    expert_us: float = 0.0
-    pipeline_us: float = 0.0
-    data_us: float = 0.0
-    optimizer_us: float = 0.0
+    compute_us: float = 0.0  # layers, embedding, logits and loss without exposed communication
+    tensor_us: float = 0.0  # exposed tensor parallel communication
+    context_us: float = 0.0  # exposed context parallel communication
+    expert_us: float = 0.0  # exposed expert parallel communication
+    pipeline_us: float = 0.0  # waits for other stages: pipeline bubble and transfers of activations
+    data_us: float = 0.0  # exposed communication of parameters and gradients, and the slowdown of computation by it
+    optimizer_us: float = 0.0  # optimizer and the fixed time of a step in the profile
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from part_process import SHARED_GPU_ENV
 
-from megatron_overlap.tools.launch.ranks import free_port
+from megatron_overlap.tools.launch.processes import free_port
 
 CASES = ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear"]
 Rows = Iterator[dict[str, Any]]

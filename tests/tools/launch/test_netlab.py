@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_overlap.tools.launch.netlab import Link, Netlab, NetlabError
-from megatron_overlap.tools.launch.ranks import run_workers
+from megatron_overlap.tools.launch.processes import run_workers
 from scripts.bench.nodes import NodesLab
 from tests.helpers.netlab import available
 from tests.tools.launch.watch import helpers_of, holders, still_held, wait_for

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
 from megatron_overlap.tools.launch.plan import execute, over_loopback, plan
-from megatron_overlap.tools.launch.processes import RunError
-from megatron_overlap.tools.launch.ranks import MALLOC_ENV
+from megatron_overlap.tools.launch.processes import MALLOC_ENV, RunError
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 RUN_DIR = Path("/runs/first")

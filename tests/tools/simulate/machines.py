@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from megatron_overlap.autotune.cost_model import CostModel
 from megatron_overlap.config import ModelConfig
 from megatron_overlap.config.cluster import ClusterProfile
 from megatron_overlap.tools.simulate.job import Job
+from megatron_overlap.tools.simulate.linear import Method
 
 LATE_AFTER_US = 1e4
+METHODS: tuple[Method, ...] = get_args(Method)
 
 
 def number(value: float) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from megatron_overlap.config.cluster import ClusterProfile, load_cluster_profile
 from megatron_overlap.tools.simulate.experts import ExpertLayer, _played
 from megatron_overlap.tools.simulate.job import Experts, job_of
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import METHODS, Linear, LinearOverlap, fastest
+from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, fastest
 from megatron_overlap.tools.simulate.split import _PartLayers, layer_passes
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, times
-from tests.tools.simulate.machines import job, number, profile
+from tests.tools.simulate.machines import METHODS, job, number, profile
 from tests.tools.simulate.test_experts import SHAPE
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_overlap.schedules.heuristics import default_chunks
 from megatron_overlap.schedules.plan import Pattern, part_weights
 from megatron_overlap.tools.simulate.event_simulator import Stream, Transfer, run_streams
-from megatron_overlap.tools.simulate.linear import METHODS, SLICES, Linear, LinearOverlap, fastest
-from tests.tools.simulate.machines import machine
+from megatron_overlap.tools.simulate.linear import SLICES, Linear, LinearOverlap, fastest
+from tests.tools.simulate.machines import METHODS, machine
 
 ROWS, WIDTH = 480, 100
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.tools.simulate.layer import Layers
-from megatron_overlap.tools.simulate.linear import METHODS, LinearOverlap
+from megatron_overlap.tools.simulate.linear import LinearOverlap
 from megatron_overlap.tools.simulate.step import StepTime, Unit, in_flight, order, simulate_step
 from megatron_overlap.tools.simulate.sweep import layer_activation_bytes, layouts, memory_of, sweep
-from tests.tools.simulate.machines import job, machine
+from tests.tools.simulate.machines import METHODS, job, machine
 
 
 def parts(step: StepTime) -> float:
