@@ -282,16 +282,22 @@ def enable(
         config = OverlapConfig() if config is None else OverlapConfig.from_yaml(config)
     if strict is not None:
         config = config.model_copy(update={"strict": strict})
-    switch = os.environ.get(OFF_SWITCH, "")
-    if switch not in ("", "0", "1"):
-        raise ConfigError("environment", OFF_SWITCH, switch, "write 0 to switch the plugin off, or unset it")
+    off = is_switched_off()
     session = Session(config, load_manifests() if manifests is None else manifests)
-    if switch == "0":
+    if off:
         session.switched_off, session.reason = True, f"switched off by {OFF_SWITCH}=0"
     else:
         session._start()
     _current = session
     return session
+
+
+def is_switched_off() -> bool:
+    """Whether the environment has `MEGATRON_OVERLAP=0`. ConfigError: another value than 0 or 1."""
+    switch = os.environ.get(OFF_SWITCH, "")
+    if switch not in ("", "0", "1"):
+        raise ConfigError("environment", OFF_SWITCH, switch, "write 0 to switch the plugin off, or unset it")
+    return switch == "0"
 
 
 def disable() -> None:

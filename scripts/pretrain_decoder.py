@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import arguments, get_args, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -223,7 +224,7 @@ def forward_step(
         assert data is not None
         losses, loss_mask = training.forward(next(data), model, documents)
         return losses, functools.partial(sum_loss, loss_mask)
-    vp_stage = getattr(model, "vp_stage", None)
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
     if is_first_or_last_pipeline_stage(vp_stage):
         batch = next_batch(data)
     else:

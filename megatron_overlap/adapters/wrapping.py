@@ -34,6 +34,11 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
     )
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether a hook reads the output of `module`, or the gradient of its input or output."""
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
     """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
     RuntimeError: a hook changes the input; the message ends with `remedy`."""

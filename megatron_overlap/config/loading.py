@@ -12,7 +12,7 @@ from megatron_overlap.config.errors import ConfigError, Problem, did_you_mean, r
 from megatron_overlap.config.launch import LaunchFields, LaunchSection
 from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATCHES, data_prefix, number_after
 from megatron_overlap.config.merge import Composed, compose
-from megatron_overlap.config.overlap import OverlapFields
+from megatron_overlap.config.overlap import DataOverlap, OverlapFields
 from megatron_overlap.config.section import validate
 from megatron_overlap.config.validation import launch_problems
 
@@ -109,6 +109,10 @@ def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
         if key not in LaunchConfig.model_fields:
             remedy = did_you_mean(key, [*LaunchConfig.model_fields, "base"])
             raise ConfigError(composed.source_of(key), key, tree[key], remedy)
+    data = tree.get("data")
+    if isinstance(data, dict) and set(data) & set(DataOverlap.model_fields):
+        remedy = "here it is the data set; write `overlap: {data: ...}`"
+        raise ConfigError(composed.source_of("data"), "data", data, remedy)
     return validate(OverlapConfig, composed, "overlap"), validate(LaunchSection, composed, "launch")
 
 

@@ -163,6 +163,7 @@ def test_some_sections_of_a_launch_config(tmp_path: Path) -> None:
         ("overlap: {tensor: {method: p2}}", "overlap.tensor.method: p2: use auto, p2p, fused or none"),
         ("strict: 3", "strict: 3: use true or false"),
         ("overlap: {}\nlaunch: {devise: cpu}", "launch.devise: cpu: unknown key; did you mean device?"),
+        ("data: {method: p2p}", "data: {'method': 'p2p'}: here it is the data set; write `overlap: {data: ...}`"),
     ],
 )
 def test_a_wrong_overlap_file(tmp_path: Path, text: str, line: str) -> None:

@@ -132,9 +132,12 @@ class LayerExperts:
         # The operation calls none of these modules.
         self.modules = tuple(experts.modules())
         self.attributes = tuple(map(vars, self.modules))
-        # Those that read an output or keyword arguments.
+        # Those that read an output, keyword arguments or a gradient.
         self.hooks = tuple(
-            hooks for each in self.modules for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)
+            hooks
+            for each in self.modules
+            for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)
+            + (each._backward_hooks, each._backward_pre_hooks)
         )
         linears = dict.fromkeys(linear for linear, *_ in (*self.fc1, *self.fc2))
         self.flagged = [linear for linear in linears if hasattr(linear, "is_first_microbatch")]
@@ -145,7 +148,7 @@ class LayerExperts:
         if te_quantizes():
             return "fp8: TransformerEngine quantizes the rows of the experts"
         if any(self.hooks) or any("forward" in attributes for attributes in self.attributes):
-            return "a forward hook reads the output of an expert, or its forward is replaced"
+            return "a hook reads the output of an expert, or its forward is replaced"
         if is_capturing(hidden_states):
             return CAPTURED
         _, parameters, name = self.fc1[0]

@@ -36,7 +36,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingPart,
 )
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced_forward, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.session import Session
 
@@ -306,7 +306,7 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     if getattr(words, "use_inference_optimized_reduce_scatter", False) and not model.training:
         return "--transformer-impl inference_optimized"
     for module in (embedding, words):
-        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module):
+        if is_hooked(module) or "forward" in vars(module):
             return "a hook reads the output of the embedding"
     for module in (block, first):
         # Megatron passes the input by keyword.

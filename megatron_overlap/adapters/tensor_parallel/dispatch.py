@@ -98,8 +98,7 @@ class LinearAdapter(Adapter):
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._candidates: dict[Candidate, OverlapBackend] = {}
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
-        for module, reason in _NOT_OVERLAPPED.items():
-            self._counters.exclude(module, reason)
+        self._unlisted = dict(_NOT_OVERLAPPED)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
@@ -138,7 +137,8 @@ class LinearAdapter(Adapter):
 
     def count_embedding(self, direction: Any, num_bytes: int) -> None:
         """Counts a pass of one part of the embedding, which the first layer overlaps, and the bytes that were sent."""
-        self._counters.excluded.pop(EMBEDDING, None)
+        for modules in (self._unlisted, self._counters.excluded):
+            modules.pop(EMBEDDING, None)
         self._counters.overlapped("embedding", EMBEDDING, "reduce_scatter", direction, num_bytes)
 
     def unsupported_reason(
@@ -160,6 +160,10 @@ class LinearAdapter(Adapter):
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
         """Runs `call` on the selected backend, or the stock path if its layer has a reason."""
+        if self._unlisted and call.group.size() > 1:
+            # Modules of one tensor-parallel rank do not communicate.
+            self._counters.excluded = self._unlisted | self._counters.excluded
+            self._unlisted = {}
         reason = layer_reason or self._p2p.unsupported_reason(call)
         if reason is not None:
             call.hooks.fallback(reason)

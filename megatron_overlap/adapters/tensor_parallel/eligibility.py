@@ -14,7 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import Method
+from megatron_overlap.adapters.wrapping import Method, is_hooked
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
@@ -169,6 +169,8 @@ def unsupported_attention_reason(layer: Any) -> str | None:
         return "the forward of the core attention or of the output projection is replaced"
     if core._forward_hooks:
         return "a forward hook reads the output of the core attention"
+    if is_hooked(projection):
+        return "a hook reads the input or the output of the output projection"
     if layer.checkpoint_core_attention and layer.training:
         return "query split does not support recomputation of core attention (--recompute-granularity selective)"
     if layer.config.attention_output_gate:
@@ -269,6 +271,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
     for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         if is_te_linear(linear) and (reason := unsupported_te_reason(linear)):
             return reason
+        if linear is not None and is_hooked(linear):
+            return "a hook reads the input or the output of a linear layer"
     for row in (attention.linear_proj, mlp.linear_fc2):
         if not is_te_linear(row) and not isinstance(row, RowParallelLinear):
             return f"a row-parallel layer is a {type(row).__name__}, which batch overlap does not know"

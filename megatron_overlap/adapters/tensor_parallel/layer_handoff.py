@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 
 from megatron_overlap.adapters.tensor_parallel.division import Division
+from megatron_overlap.adapters.wrapping import is_hooked
 
 
 class PendingPart(Protocol):
@@ -89,9 +90,8 @@ class LayerHandoff:
     def next_layer(self, layer: Any) -> Any:
         """The layer that reads the output of `layer`; None where a hook or another module may read it too."""
         follower = self._next.get(layer) if self._in_block or _recomputes() else None
-        hooked = layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
         # Megatron's pre-hooks for parameter gathers get no keyword arguments, so they do not read the input.
-        return None if follower is None or hooked or follower._forward_pre_hooks_with_kwargs else follower
+        return None if follower is None or is_hooked(layer) or follower._forward_pre_hooks_with_kwargs else follower
 
     def is_unread(self, layer: Any) -> bool:
         """Whether backward recomputes `layer` as the last of its chain. Megatron's `checkpoint` ignores its output."""

@@ -18,7 +18,7 @@ from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
 from megatron_overlap.config.resources import transformer_engine_available
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
-from megatron_overlap.session import Session, current, enable
+from megatron_overlap.session import Session, current, enable, is_switched_off
 from megatron_overlap.tracing import Trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,10 @@ class UsageError(ValueError):
 
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
-    UsageError: the command line is wrong. ConfigError: the config file is wrong, or the run folder cannot be made."""
+
+    UsageError: the command line is wrong. ConfigError: the config file or the plugin's off switch is wrong, or the run
+    folder cannot be made.
+    """
 
     def __init__(self, argv: list[str]) -> None:
         if not argv or argv[0].startswith("-"):
@@ -61,7 +64,7 @@ class ScriptRun:
             self._overlap, self._launch = load_overlap_file(flags.overlap_config)
         self._device = flags.overlap_device or self._launch.device
         self._te_layers = flags.transformer_impl == "transformer_engine"
-        if TE_OVERLAP in argv and self._overlap.tensor.method != "none":
+        if TE_OVERLAP in argv and self._overlap.tensor.method != "none" and not is_switched_off():
             raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
         self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
         if self._run_dir is not None:

@@ -160,7 +160,7 @@ def test_reasons_of_what_needs_a_gpu(moe_ranks: World, change: str, value: objec
 def test_changes_between_steps_are_seen(moe_ranks: World) -> None:
     """Hooks, a replaced forward, autocast and replaced weights; what cannot change is decided once."""
     for reasons, differ, overlapped in moe_ranks.run(RANKS, workers.changed_between_steps):
-        hook = "3 x a forward hook reads the output of an expert, or its forward is replaced"
+        hook = "4 x a hook reads the output of an expert, or its forward is replaced"
         assert reasons == [hook, "1 x autocast is on"]
         assert differ == []
         assert overlapped == 2

@@ -338,6 +338,11 @@ def _backward_hook(block: Any) -> None:
     block.layers[0].register_full_backward_hook(lambda *_: block.seen.append(True))
 
 
+def _linear_hook(block: Any) -> None:
+    """A hook reads the gradients of a linear layer, as `--save-dgrads-interval` does."""
+    block.layers[0].mlp.linear_fc1.register_full_backward_hook(lambda *_: None)
+
+
 def _pre_hook(block: Any) -> None:
     """A hook reads the keyword arguments of the second layer."""
 
@@ -414,6 +419,7 @@ PREPARE = {
     "after a block": _after_a_block,
     "hook": _hook,
     "pre-hook": _pre_hook,
+    "hook of a linear layer": _linear_hook,
     "backward hook": _backward_hook,
     "first unsupported": _first_unsupported,
     "second unsupported": _second_unsupported,

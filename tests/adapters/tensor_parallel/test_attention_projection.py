@@ -30,6 +30,7 @@ REASONS = {
     "padding": "the attention mask is padding, not causal",
     "mask": "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal",
     "hook": "a forward hook reads the output of the core attention",
+    "backward hook": "a hook reads the input or the output of the output projection",
 }
 
 

@@ -189,6 +189,7 @@ def test_a_sequence_that_does_not_split_has_a_reason(ranks: World, given: dict[s
         ({"alone": True, "beside": {"sequence_len_offset": 0}}, "unknown arguments: sequence_len_"),
         ({"alone": True, "prepare": "offloading"}, "activations are offloaded to the CPU"),
         ({"prepare": "no order"}, "has no `_set_sequence_nr`"),
+        ({"prepare": "hook of a linear layer"}, "a hook reads the input or the output of a linear layer"),
     ],
     ids=[
         "odd",
@@ -201,6 +202,7 @@ def test_a_sequence_that_does_not_split_has_a_reason(ranks: World, given: dict[s
         "unknown-argument",
         "offloading",
         "no-order",
+        "hook",
     ],
 )
 def test_an_unsupported_layer_has_a_reason(ranks: World, given: dict[str, Any], reason: str) -> None:

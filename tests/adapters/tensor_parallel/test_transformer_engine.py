@@ -11,7 +11,7 @@ import torch
 from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.megatron_args import TE_OVERLAP
 from tests.adapters.conftest import RANKS
-from tests.adapters.megatron_runs import start_ranks
+from tests.adapters.megatron_runs import PLUGIN_OFF, start_ranks
 from tests.adapters.tensor_parallel import autotune_workers
 from tests.adapters.tensor_parallel import transformer_engine_workers as cases
 from tests.adapters.tensor_parallel.transformer_engine_models import Model, model_against_stock
@@ -334,7 +334,10 @@ def test_tp_comm_overlap_together_with_the_plugin_is_an_error(tmp_path: Path) ->
         load_launch_config(config, ["train.tp_comm_overlap=true"])
     assert load_launch_config(config, ["train.tp_comm_overlap=true", "overlap.tensor.method=none"])
     script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('must not run')\n")
-    (done,) = start_ranks(1, [str(script), TE_OVERLAP], timeout_s=60)
+    script.write_text("raise SystemExit('the script runs')\n")
+    argv = [str(script), TE_OVERLAP, "--overlap-device", "cpu"]
+    (done,) = start_ranks(1, argv, timeout_s=60)
     assert done.returncode == 2, done.stdout
     assert "remove the flag, or use overlap.tensor.method=none" in done.stdout
+    (done,) = start_ranks(1, argv, env=PLUGIN_OFF, timeout_s=60)
+    assert "the script runs" in done.stdout

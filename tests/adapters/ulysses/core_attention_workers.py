@@ -107,7 +107,13 @@ def textbook(layer: Any, whole: torch.Tensor) -> torch.Tensor:
 
 
 def compare_with_textbook(
-    group: dist.ProcessGroup, *, fuse: bool = True, main_grad: bool = False, recompute: bool = False, **changes: Any
+    group: dist.ProcessGroup,
+    *,
+    fuse: bool = True,
+    main_grad: bool = False,
+    recompute: bool = False,
+    hook: bool = False,
+    **changes: Any,
 ) -> list[str]:
     """Compares output, input gradient and summed weight gradients; returns the operations that ran."""
     start(group)
@@ -120,6 +126,8 @@ def compare_with_textbook(
         if recompute:
             changes |= {"recompute_granularity": "selective"}
         layer = make_layer(**changes).train()
+        if hook:
+            layer.linear_qkv.register_full_backward_hook(lambda *_: None)
         hooked: list[str] = []
         for name in ("linear_qkv", "linear_proj"):
             module = getattr(layer, name)

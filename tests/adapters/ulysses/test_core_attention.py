@@ -41,6 +41,7 @@ def ranks() -> Iterator[World]:
         ({"main_grad": True}, "ulysses_layer"),
         ({"fuse": False}, "ulysses"),
         ({"recompute": True}, "ulysses"),
+        ({"hook": True}, "ulysses"),
         ({"apply_query_key_layer_scaling": True}, "ulysses_layer"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
