@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
-from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Chunk, Message
 from megatron_overlap.tracing import Kind, Trace, WorkEvents
 
@@ -108,6 +108,8 @@ class NcclP2PWork:
 
     def __init__(self, transport: NcclTransport, transfers: Sequence[Transfer], op: str) -> None:
         self._transport, self._transfers, self._op = transport, transfers, op
+        # Number of messages in one NCCL group call.
+        self._per_call = len(transfers) if isinstance(transfers, Exchange) and transfers.together else 1
         self._timing = transport._events(op)
         self._works: list[dist.Work | None] = []
         # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.
@@ -129,36 +131,43 @@ class NcclP2PWork:
 
     def _enqueue_placed(self, enqueued: int, done: int) -> None:
         """Enqueue the messages that the plan places after `work[:enqueued]` and that depend on `work[:done]`."""
-        for transfer in self._transfers[len(self._works) :]:
-            if transfer.message.not_before > enqueued or transfer.message.after_work > done:
+        while transfers := self._next_transfers():
+            if any(each.message.not_before > enqueued or each.message.after_work > done for each in transfers):
                 break
             self._enqueue_next()
 
+    def _next_transfers(self) -> Sequence[Transfer]:
+        """The messages of the next NCCL group call."""
+        return self._transfers[len(self._works) : len(self._works) + self._per_call]
+
     def _enqueue_next(self) -> None:
-        """Enqueue the next message after the work that it depends on, but not after later work."""
-        transport, transfer = self._transport, self._transfers[len(self._works)]
-        assert transfer.message.after_work <= self._work_done, "a message was never marked ready"
-        while self._followed < transfer.message.after_work:
+        """Enqueue the messages of the next call after the work that they depend on, but not after later work."""
+        transport, transfers = self._transport, self._next_transfers()
+        after_work = max(transfer.message.after_work for transfer in transfers)
+        assert after_work <= self._work_done, "a message was never marked ready"
+        while self._followed < after_work:
             self._followed, position = self._positions.pop(0)
             transport._stream.wait_event(position)
             transport.recycle([position])
         with torch.cuda.stream(transport._stream):
-            self._enqueue(transfer, len(self._works))
+            self._enqueue(transfers, len(self._works))
 
-    def _enqueue(self, transfer: Transfer, index: int) -> None:
-        group, device, message = self._transport._group, self._transport._device, transfer.message
+    def _enqueue(self, transfers: Sequence[Transfer], index: int) -> None:
+        group, device, message = self._transport._group, self._transport._device, transfers[0].message
         start = self._timing.owner.mark() if self._timing is not None else None
         work = None
         try:
-            if transfer.send.numel() or transfer.recv.numel():
+            if any(transfer.send.numel() or transfer.recv.numel() for transfer in transfers):
                 # One NCCL group call for both directions: neither blocks the other.
                 group._start_coalescing(device)
-                if transfer.send.numel():
-                    for tensor in (transfer.send, *transfer.extra_send):
-                        group.send([tensor], message.to, 0)
-                if transfer.recv.numel():
-                    for tensor in (transfer.recv, *transfer.extra_recv):
-                        group.recv([tensor], message.source, 0)
+                for transfer in transfers:
+                    message = transfer.message
+                    if transfer.send.numel():
+                        for tensor in (transfer.send, *transfer.extra_send):
+                            group.send([tensor], message.to, 0)
+                    if transfer.recv.numel():
+                        for tensor in (transfer.recv, *transfer.extra_recv):
+                            group.recv([tensor], message.source, 0)
                 work = group._end_coalescing(device)
         except RuntimeError as error:
             ranks = self._transport.ranks
@@ -170,8 +179,9 @@ class NcclP2PWork:
             # Only for a trace: the wait of this stream blocks a single hardware queue until the message is complete.
             if work is not None:
                 work.wait()
-            self._timing.add(Kind.RECEIVED, start, index, transfer)
-        self._works.append(work)
+            for number, transfer in enumerate(transfers, len(self._works)):
+                self._timing.add(Kind.RECEIVED, start, number, transfer)
+        self._works += [work] * len(transfers)
 
     def is_completed(self, message: int) -> bool:
         return False

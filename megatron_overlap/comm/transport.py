@@ -115,10 +115,19 @@ class Exchange(Sequence[Transfer]):
         repeated: the operation.
         own: own rows of this call: one contiguous tensor. None if all sends are rows of buffers.
         into: the transport also copies `own` there, complete after `wait_all`; None: no copy.
+        together: no work of the caller separates the messages. NCCL carries them in one call: with one hardware queue
+            each message but the last would delay later work until it is complete.
     """
 
-    def __init__(self, repeated: Repeated, own: torch.Tensor | None = None, into: torch.Tensor | None = None) -> None:
-        self.repeated, self.own, self.into = repeated, own, into
+    def __init__(
+        self,
+        repeated: Repeated,
+        own: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        self.repeated, self.own, self.into, self.together = repeated, own, into, together
 
     @cached_property
     def _built(self) -> Sequence[Transfer]:

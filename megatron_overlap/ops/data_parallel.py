@@ -10,6 +10,8 @@ gives no algorithm.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import count
 
@@ -35,9 +37,9 @@ _layout = lru_cache(maxsize=256)(ChunkLayout)
 class GradientReduce:
     """Sums buckets over ranks, several at a time. Every rank begins the same buckets in the same order.
 
-    On the CPU, received shards are added when a later bucket begins, or in `wait`. On CUDA, messages and sums run in
-    order on a separate stream. The receive buffer of a bucket, R-1 shards, is reused after the sum. Over copy engines
-    it is symmetric. Gathers have none: all run at once, so their buffers would hold all parameters again.
+    Received shards are added when a later bucket begins, or in `wait`; on CUDA on a separate stream. The receive buffer
+    of a bucket, R-1 shards, is reused after the sum. Over copy engines it is symmetric. Gathers have none: all run at
+    once, so their buffers would hold all parameters again.
 
     Args:
         gather: a second transport of the same ranks, which carries the sums back to all ranks: an all-reduce. None: a
@@ -88,8 +90,22 @@ class GradientReduce:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             reduction = Reduction(self, bucket, mean)
-            reduction.complete()
-            return reduction
+            # The work since the buckets before hides their messages. With one hardware queue
+            # (CUDA_DEVICE_MAX_CONNECTIONS=1) a wait at their own begin would delay that work until they have arrived.
+            while self._pending:
+                self._pending.popleft().add(wait=True)
+        self._pending.append(reduction)
+        return reduction
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """A context whose work runs on the stream of the sums; later work of the current stream follows it."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def settle(self, last: Reduction) -> None:
         """Waits for the pending buckets and adds them, in order, until `last` is complete."""
@@ -136,10 +152,10 @@ class Reduction:
     def __init__(self, owner: GradientReduce, bucket: torch.Tensor, mean: bool) -> None:
         transport, size, rank = owner.transport, owner.transport.size, owner.transport.rank
         self._owner, self._bucket, self._mean = owner, bucket, mean
-        self._done: torch.cuda.Event | None = None
         self._gathering: Gathering | None = None
-        # The piece that is added last is small.
-        self._pieces = owner.pieces or max(1, min(_MAX_PIECES, bucket.nbytes // size // _PIECE_BYTES))
+        # The piece that is added last is small. On CUDA a sum is one kernel, after all messages.
+        most_pieces = 1 if bucket.is_cuda else _MAX_PIECES
+        self._pieces = owner.pieces or max(1, min(most_pieces, bucket.nbytes // size // _PIECE_BYTES))
         self._layout = layout = _layout(bucket.numel(), size, self._pieces)
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
         self._messages = plan.messages
@@ -151,7 +167,7 @@ class Reduction:
         of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
         shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
-        self._p2p_work = transport.begin(Exchange(shards.repeated, bucket), "gradient reduce-scatter")
+        self._p2p_work = transport.begin(Exchange(shards.repeated, bucket, together=True), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:
@@ -195,20 +211,11 @@ class Reduction:
                 add_wide(total, term[block], buffer_pool)
             own[block].copy_(total.div_(num_ranks) if self._mean else total)
 
-    def complete(self) -> None:
-        """Enqueues everything on the current CUDA stream."""
-        self.add(wait=True)
-        self._finish()
-        self._done = torch.cuda.Event()
-        self._done.record()
-
     def wait(self) -> None:
         """Returns when the sum is complete and the caller may write to the bucket."""
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-            return
-        self._owner.settle(self)
-        self._finish()
+        with self._owner.beside():
+            self._owner.settle(self)
+            self._finish()
 
     def _finish(self) -> None:
         if self._gathering is None:
@@ -236,7 +243,7 @@ class Gathering:
         for message in self._messages:
             send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
             transfers.append(Transfer(message, bucket[send], bucket[recv]))
-        self._p2p_work = transport.begin(transfers, op)
+        self._p2p_work = transport.begin(Exchange(Repeated(lambda own: transfers), together=True), op)
         self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_overlap.comm.symmetric.backend import FlagStep
 from tests.comm.device import Recorder
@@ -14,15 +15,21 @@ from tests.comm.makespan import Gpu
 
 
 class EngineQueue:
-    """See `backend.Queue`; a stream of the device model."""
+    """See `backend.Queue`; a stream of the device model. Without a name it is the current one at each call."""
 
-    def __init__(self, backend: EngineBackend, name: str) -> None:
-        self._backend, self._stream = backend, SimpleNamespace(name=name)
+    def __init__(self, backend: EngineBackend, name: str = "") -> None:
+        self._backend, self._name = backend, name
+
+    @property
+    def _stream(self) -> Any:
+        return SimpleNamespace(name=self._name or self._backend.recorder.current)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        own, gpu, of, there = self._backend.recorder.rank, self._backend.gpu, *map(self._backend.owner, (source, to))
+        recorder, gpu = self._backend.recorder, self._backend.gpu
+        of, there = map(self._backend.owner, (source, to))
         seconds = gpu.move_s(2 * to.nbytes) if of == there else gpu.message_s(to.nbytes)
-        self._put("copy", there if of == own else ("from", of), seconds=seconds)
+        label = there if of == recorder.rank else ("from", of)
+        self._put("copy", label, seconds=seconds, reads=(recorder.span(source),), writes=(recorder.span(to),))
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
         return tuple(steps)
@@ -53,29 +60,31 @@ class EngineQueue:
 class EngineBackend:
     """`SymmetricBackend` of one rank. The ranks are recorded one after another, so arenas have no content.
 
-    `ranks` share the memory; None: all.
+    `ranks` share the memory; None: all. `name` distinguishes several backends of a rank.
     """
 
-    def __init__(self, recorder: Recorder, gpu: Gpu, ranks: range | None = None) -> None:
+    def __init__(self, recorder: Recorder, gpu: Gpu, ranks: range | None = None, name: str = "") -> None:
         self.recorder, self.gpu, self.ranks = recorder, gpu, ranks or range(recorder.size)
         self.rank, self.size = self.ranks.index(recorder.rank), len(self.ranks)
         self.device = torch.device("cuda")
-        self.computing = EngineQueue(self, "compute")
-        self._num_queues = 0
-        # Rank and number of each arena.
-        self._places: dict[int, tuple[int, int]] = {}
+        self.computing = EngineQueue(self)
+        self._name, self._num_queues, self._num_arenas = name, 0, 0
+        # Rank, number and backend of each arena.
+        self._places: dict[int, tuple[int, int, str]] = {}
+        self._kept: list[StorageWeakRef] = []  # no later storage has the identity of an arena
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         arenas = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in self.ranks]
-        number = len(self._places) // self.size
-        self._places.update(
-            {arena.untyped_storage()._cdata: (rank, number) for rank, arena in zip(self.ranks, arenas, strict=True)}
-        )
+        self._num_arenas += 1
+        for rank, arena in zip(self.ranks, arenas, strict=True):
+            storage = arena.untyped_storage()
+            self._places[storage._cdata] = self.recorder.memories[storage._cdata] = rank, self._num_arenas, self._name
+            self._kept.append(StorageWeakRef(storage))
         return arenas
 
-    def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """The rank whose memory holds `tensor`, and the number of the arena; -1 for other memory of this rank."""
-        return self._places.get(tensor.untyped_storage()._cdata, (self.recorder.rank, -1))
+    def place(self, tensor: torch.Tensor) -> tuple[int, int, str]:
+        """The rank whose memory holds `tensor`, the number of the arena, 0 for other memory, and the backend."""
+        return self._places.get(tensor.untyped_storage()._cdata, (self.recorder.rank, 0, ""))
 
     def owner(self, tensor: torch.Tensor) -> int:
         """The rank whose memory holds `tensor`."""
@@ -83,7 +92,7 @@ class EngineBackend:
 
     def queue(self) -> EngineQueue:
         self._num_queues += 1
-        return EngineQueue(self, f"copies {self._num_queues}")
+        return EngineQueue(self, f"copies {self._name}{self._num_queues}")
 
     def is_capturing(self) -> bool:
         return False

@@ -19,9 +19,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 type MessageKey = tuple[int, int, int, int]
 """Communicator, sender, receiver, and the number of the message between these: NCCL matches them in order."""
+
+type Span = tuple[tuple[object, ...], int, int]
+"""A memory, its first byte that is used, and the byte after the last."""
 
 
 @dataclass
@@ -33,6 +37,8 @@ class Op:
     Attributes:
         seconds: duration of work or of a copy on an otherwise idle device.
         uses_sms: the duration grows where messages occupy SMs.
+        members: ranks of a collective.
+        reads, writes: the memory that the operation uses (`device_orders`).
     """
 
     kind: str
@@ -46,6 +52,9 @@ class Op:
     started: bool = False
     seconds: float = 0.0
     uses_sms: bool = False
+    members: tuple[int, ...] = ()
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
 
 
 class Recorder:
@@ -57,7 +66,29 @@ class Recorder:
         self.current = "compute"
         self._num_events = 0
         self.buffers: list[str] = []
-        self._num_groups = 0
+        self._num_groups = self._num_streams = 0
+        # By the identity of a storage, which its weak reference keeps unique.
+        self.memories: dict[int, tuple[object, ...]] = {}
+        self._references: list[StorageWeakRef] = []
+        self._allocated: list[tuple[StorageWeakRef, str, Span]] = []
+
+    def span(self, tensor: torch.Tensor) -> Span:
+        """The bytes of a tensor, with those between its rows."""
+        storage = tensor.untyped_storage()
+        memory = self.memories.get(storage._cdata)
+        if memory is None:
+            memory = self.memories[storage._cdata] = (self.rank, len(self.memories))
+            self._references.append(StorageWeakRef(storage))
+            self._allocated.append((self._references[-1], self.current, (memory, 0, storage.nbytes())))
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = tensor.storage_offset() * tensor.itemsize
+        return memory, start, start + extent * tensor.itemsize * (tensor.numel() > 0)
+
+    def free(self) -> list[tuple[str, Span]]:
+        """The memories that have ended since the last call, and the streams in which they were first used."""
+        ended = [(stream, whole) for reference, stream, whole in self._allocated if reference.expired()]
+        self._allocated = [each for each in self._allocated if not each[0].expired()]
+        return ended
 
     def put(self, kind: str, label: Any = None, **fields: Any) -> None:
         self.ops.append(Op(kind, self.current, label, **fields))
@@ -88,7 +119,13 @@ class Recorder:
             with self.on(SimpleNamespace(name=name)):
                 self.wait(event)
 
-        return SimpleNamespace(name=name, cuda_stream=name, wait_event=wait_event)
+        def wait_stream(other: Any) -> None:
+            event = self.event()
+            with self.on(other):
+                event.record()
+            wait_event(event)
+
+        return SimpleNamespace(name=name, cuda_stream=name, wait_event=wait_event, wait_stream=wait_stream)
 
     @property
     def torch(self) -> Any:
@@ -96,7 +133,8 @@ class Recorder:
 
         def new_stream(device: Any, **options: Any) -> Any:
             made.append(options)
-            return self.stream(f"stream {len(made)}")
+            self._num_streams += 1
+            return self.stream(f"stream {self._num_streams}")
 
         self.made_streams = made
         cuda = SimpleNamespace(
@@ -125,17 +163,21 @@ class Recorder:
 
         backend.Options = lambda **options: SimpleNamespace(**options)  # type: ignore[attr-defined]
 
+        def ranks_of(group: Any) -> range:
+            """The ranks of a group, as of the store that `store_beside` returns; by default all."""
+            return getattr(group, "ranks", range(self.size))
+
         def group(store: Any, rank: int, size: int) -> Any:
             self._num_groups += 1
-            return NcclGroup(self, self._num_groups)
+            return NcclGroup(self, self._num_groups, ranks=ranks_of(store))
 
         group.BackendType = SimpleNamespace(NCCL="nccl")  # type: ignore[attr-defined]
         return SimpleNamespace(
             ProcessGroupNCCL=backend,
             ProcessGroup=group,
-            get_rank=lambda _: self.rank,
-            get_world_size=lambda _: self.size,
-            get_process_group_ranks=lambda _: list(range(self.size)),
+            get_rank=lambda group: ranks_of(group).index(self.rank),
+            get_world_size=lambda group: len(ranks_of(group)),
+            get_process_group_ranks=lambda group: list(ranks_of(group)),
         )
 
     @contextlib.contextmanager
@@ -155,6 +197,7 @@ class NcclGroup:
     tensors: dict[MessageKey, torch.Tensor] = field(default_factory=dict)
     backend: Any = None
     num_collectives: int = 0
+    ranks: range | None = None
     num_messages: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
 
     def _set_default_backend(self, kind: str) -> None: ...
@@ -169,29 +212,40 @@ class NcclGroup:
         self.sends, self.recvs, self.tensors = [], [], {}
 
     def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> None:
-        self.sends.append(self._message(self.recorder.rank, to))
+        self.sends.append(self._message(self.recorder.rank, self._all[to]))
         self.tensors[self.sends[-1]] = tensors[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> None:
-        self.recvs.append(self._message(source, self.recorder.rank))
+        self.recvs.append(self._message(self._all[source], self.recorder.rank))
         self.tensors[self.recvs[-1]] = tensors[0]
+
+    @property
+    def _all(self) -> range:
+        return range(self.recorder.size) if self.ranks is None else self.ranks
 
     def _message(self, source: int, target: int) -> MessageKey:
         self.num_messages[source, target] += 1
         return self.number, source, target, self.num_messages[source, target]
 
     def _end_coalescing(self, device: Any) -> Any:
-        return self._put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=self.tensors)
+        span, tensors = self.recorder.span, self.tensors
+        used = {
+            "reads": tuple(span(tensors[each]) for each in self.sends),
+            "writes": tuple(span(tensors[each]) for each in self.recvs),
+        }
+        return self._put("messages", sends=tuple(self.sends), recvs=tuple(self.recvs), tensors=tensors, **used)
 
     def _allgather_base(self, into: torch.Tensor, shard: torch.Tensor) -> Any:
-        return self._collective("all_gather", into.nbytes - shard.nbytes)
+        return self._collective("all_gather", into.nbytes - shard.nbytes, shard, into)
 
     def _reduce_scatter_base(self, into: torch.Tensor, rows: torch.Tensor) -> Any:
-        return self._collective("reduce_scatter", rows.nbytes - into.nbytes)
+        return self._collective("reduce_scatter", rows.nbytes - into.nbytes, rows, into)
 
-    def _collective(self, name: str, num_bytes: int) -> Any:
+    def _collective(self, name: str, num_bytes: int, read: torch.Tensor, written: torch.Tensor) -> Any:
         self.num_collectives += 1
-        return self._put("collective", (name, self.num_collectives, num_bytes))
+        span = self.recorder.span
+        used = {"members": tuple(self._all), "reads": (span(read),), "writes": (span(written),)}
+        return self._put("collective", (name, self.num_collectives, num_bytes), **used)
 
     def _put(self, kind: str, label: Any = None, **fields: Any) -> Any:
         recorder = self.recorder

@@ -10,11 +10,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_overlap.comm import nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.ops import data_parallel
 from megatron_overlap.ops.data_parallel import GradientReduce, Reduction
 from tests.comm.copy_protocol import RecordedBackend, Recording, ordered, play
+from tests.comm.device import Recorder
+from tests.comm.makespan import Work, makespan
 from tests.helpers.world import World, assert_same
 from tests.ops import data_parallel_workers as cases
+from tests.ops.tensor_parallel.device_layers import GPU, TRANSPORTS
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
@@ -118,3 +123,47 @@ def test_sums_over_copies_in_every_order(size: int, in_turn: bool) -> None:
     for rank, buckets in enumerate(of_ranks):
         own = slice(8 * rank, 8 * rank + 8)
         assert all(torch.equal(bucket[own], total[own]) for bucket, total in zip(buckets, expected, strict=True))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
+def test_one_hardware_queue_hides_buckets_behind_backward(
+    monkeypatch: pytest.MonkeyPatch, transport: str, whole: bool
+) -> None:
+    """Backward takes longer than the messages of a bucket, which are one NCCL call. Those of the last one are exposed.
+
+    Reused receive buffers are those of two buckets.
+    """
+    size, num_buckets, numel, backward_s = 4, 5, 40_000_000, 4e-4
+    devices = []
+    for rank in range(size):
+        device = Recorder(rank, size)
+        with FakeTensorMode():
+            data, sums = (TRANSPORTS[name](monkeypatch, device) for name in (transport, "nccl"))
+            on_device = device.torch
+
+            def add_terms(terms: Any, own: Any, out: Any, divisor: int, device: Recorder = device) -> None:
+                device.put("work", "sum", seconds=GPU.move_s(terms.nbytes + 2 * own.nbytes), uses_sms=True)
+
+            monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", add_terms)
+            for module in (nccl, data_parallel):
+                monkeypatch.setattr(module, "torch", on_device)
+            reduce = GradientReduce(data, gather=sums if whole else None, wide=True)
+            device.ops.clear()
+            with Work(device, GPU):
+                pending = []
+                for _ in range(num_buckets):
+                    device.put("work", "backward", seconds=backward_s, uses_sms=True)
+                    pending.append(reduce.begin(torch.empty(numel, device="cuda", dtype=torch.bfloat16)))
+                for reduction in pending:
+                    reduction.wait()
+            assert sorted(data.buffer_pool.sizes()) == ["bucket0", "bucket1"]
+        devices.append(device)
+    one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
+    work = sum(op.seconds for op in devices[0].ops if op.kind == "work")
+    message_s = (1 + whole) * (size - 1) * GPU.message_s(numel * 2 // size)
+    assert message_s < backward_s * (1 + whole)
+    assert one <= 1.08 * eight
+    assert one <= 1.05 * work + message_s
+    calls = [len(op.sends) for op in devices[0].ops if op.kind == "messages"]
+    assert calls == [size - 1] * (((transport == "nccl") + whole) * num_buckets)
