@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,31 @@ def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyP
     assert [len(call) for call in driver.calls] == [255, 145]
     waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
     assert waits == [words.data_ptr() + 4 * position for position in range(200)]
+
+
+def test_a_new_buffer_waits_for_the_streams_of_its_transport_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may run a receive of a pipeline stage, whose sender waits for a new buffer too."""
+    Driver(monkeypatch)
+    waited, handle = list[Any](), [3]
+    streams = [
+        SimpleNamespace(cuda_stream=number, synchronize=partial(waited.append, number), record_event=object)
+        for number in range(7)
+    ]
+    copying = iter(streams[5:])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: handle[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[handle[0]])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: next(copying))
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
+    group: Any = SimpleNamespace(rank=0, size=2, ranks=range(2), group="g", barrier=partial(waited.append, "ranks"))
+    backend = cuda.CudaBackend(group)
+    backend.queue()
+    backend.computing.mark()
+    handle[0] = 4  # a stream of gradient sums
+    backend.computing.mark()
+    backend.barrier()
+    assert waited == [3, 4, 5, 6, "ranks"]
 
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])

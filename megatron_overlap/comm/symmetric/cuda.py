@@ -152,17 +152,29 @@ class StreamQueue:
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream, self._handle = stream, None if stream is None else stream.cuda_stream
         self._device = torch.cuda.current_device()
+        self._used: dict[int, torch.cuda.Stream] = {}
         self._copy, self._write, self._wait, self._batch = _driver_functions()
         self._sources = _source_words()
         self._one, self._value = self._sources.data_ptr(), self._sources.data_ptr() + 4
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        return self._stream or torch.cuda.current_stream()
+        return self._stream or self._used[self._raw_stream()]
 
     def _raw_stream(self) -> int:
-        # `torch.cuda.current_stream().cuda_stream` takes microseconds.
-        return torch._C._cuda_getCurrentRawStream(self._device) if self._handle is None else self._handle
+        if self._handle is not None:
+            return self._handle
+        # `torch.cuda.current_stream()` takes microseconds.
+        handle = torch._C._cuda_getCurrentRawStream(self._device)
+        if handle not in self._used:
+            self._used[handle] = torch.cuda.current_stream()
+        return handle
+
+    def synchronize(self) -> None:
+        """Block until the work of all streams is complete that this queue has selected."""
+        self._raw_stream()
+        for stream in (self._stream,) if self._stream is not None else tuple(self._used.values()):
+            stream.synchronize()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
@@ -261,7 +273,8 @@ class CudaBackend:
         self._name: Any = host_group.group
         if host_group.group is None:
             self._name, self._registered = _register_group(host_group)
-        self.computing: Queue = StreamQueue(None)
+        self._queues = [StreamQueue(None)]
+        self.computing: Queue = self._queues[0]
         self.copying = self.queue()
         # Arenas by name, with the handles that keep the memory of the peers mapped.
         self._arenas: dict[str, tuple[torch.Tensor, object]] = {}
@@ -270,23 +283,33 @@ class CudaBackend:
         from torch.distributed import _symmetric_memory as symmetric
 
         if self._arenas.pop(name, None) is not None:
-            torch.cuda.synchronize(self.device)
+            self._synchronize()
         arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
-        torch.cuda.synchronize(self.device)  # the peers may write when they have mapped it
+        self._synchronize()  # the peers may write when they have mapped it
         handle = symmetric.rendezvous(arena, self._name)
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
     def barrier(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self._synchronize()
         self._host_group.barrier()
-        torch.cuda.synchronize(self.device)
+
+    def _synchronize(self) -> None:
+        """Block until all work on the memory of this backend is complete.
+
+        Not the device: it may run a receive of a pipeline stage whose peer sends only when it has computed, and that
+        peer may block here too. What a stream of this backend waits for, a peer sends before it needs later work of
+        this rank.
+        """
+        for queue in self._queues:
+            queue.synchronize()
 
     def all_gather_text(self, text: str) -> list[str]:
         return self._host_group.all_gather_text(text)
 
     def queue(self) -> Queue:
-        return StreamQueue(torch.cuda.Stream(self.device, priority=-1))
+        self._queues.append(StreamQueue(torch.cuda.Stream(self.device, priority=-1)))
+        return self._queues[-1]
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
