@@ -85,7 +85,7 @@ class _Messages:
         runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
-        reads: whether this rank copies the bytes of a message itself.
+        reads: the messages whose bytes this rank copies itself.
     """
 
     op: str
@@ -95,7 +95,7 @@ class _Messages:
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
-    reads: bool = False
+    reads: set[int] = field(default_factory=set)
 
 
 class CopyTransport:
@@ -147,8 +147,8 @@ class CopyTransport:
             # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
             self.waits.count_replay(self.backend.computing)
         begun = self.backend.computing.mark()
-        work = CopyP2PWork(self, messages, own, begun, captured)
-        into = transfers.into if isinstance(transfers, Exchange) else None
+        into, cut = (transfers.into, transfers.cut) if isinstance(transfers, Exchange) else (None, {})
+        work = CopyP2PWork(self, messages, own, cut, begun, captured)
         if messages.buffers_are_free is not None or messages.reads or into is not None:
             # Beside the computation: on a device each flag is a copy.
             self.receiving.after(begun)
@@ -206,7 +206,8 @@ class CopyTransport:
                 arrives = FlagStep(words[self.rank], flag, False, note)
                 if transfer.reads is not None:
                     assert own is not None, "rows that this rank copies itself are rows of the call"
-                    message.own_rows, messages.reads = _rows_of(own, transfer.recv), True
+                    message.own_rows = _rows_of(own, transfer.recv)
+                    messages.reads.add(index)
                     message.reads = _at(buffer.data[plan.source], transfer.reads)
                     message.arrived = self.receiving.prepare([arrives])
                 else:
@@ -291,11 +292,17 @@ class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
     def __init__(
-        self, transport: CopyTransport, messages: _Messages, own: torch.Tensor | None, begun: object, captured: bool
+        self,
+        transport: CopyTransport,
+        messages: _Messages,
+        own: torch.Tensor | None,
+        cut: dict[tuple[int, int], torch.Tensor],
+        begun: object,
+        captured: bool,
     ) -> None:
         self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
         self._runs_of_own = messages.runs_of_own
-        self._own_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._own_rows = cut
         self._waits_for = messages.received
         self._computing, self._sending = transport.backend.computing, transport.sending
         self._receiving, self._reads = transport.receiving, messages.reads
@@ -420,7 +427,7 @@ class CopyP2PWork:
                 if self._captured:
                     self._computing.after(self._sending.mark())
                 self._computing.run(received)
-            if self._reads and any(self._messages[each].reads is not None for each in waiting):
+            if not self._reads.isdisjoint(waiting):
                 self._computing.after(self._receiving.mark())
         except TransportError as error:
             raise self._not_received(error) from error

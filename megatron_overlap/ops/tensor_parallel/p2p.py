@@ -204,7 +204,7 @@ class P2PMethod(LinearMethod):
         if self.plan.tree:
             return lambda start, stop, out: tree_gemm_into(a[start:stop], b, out, self.size)
         rows_of_a = rows.split(a)
-        return lambda start, stop, out: torch.mm(rows_of_a[start], b, out=out)
+        return lambda start, stop, out: torch.mm(rows_of_a[start, stop], b, out=out)
 
 
 class P2PGather:
@@ -282,8 +282,8 @@ class P2PGather:
         if self._product is not None:
             b, bias, out = self._product
             rows_of_out = self._gather.rows.split(out)
-            for (start, _), rows in self._gather:
-                self._gemm.matmul(rows, b, rows_of_out[start], bias)
+            for run, rows in self._gather:
+                self._gemm.matmul(rows, b, rows_of_out[run], bias)
         self._gather.finish()
         if self._wgrad is not None:
             # One GEMM: each further one would read and write the whole gradient.

@@ -185,17 +185,17 @@ class WorkRows:
         self.of_work = [(layout.rows(first)[0], layout.rows(last)[1]) for first, last in bounds]
 
     @cached_property
-    def _starts_and_sizes(self) -> tuple[list[int], list[int]]:
+    def _runs_and_sizes(self) -> tuple[list[tuple[int, int]], list[int]]:
         in_order = sorted(self.of_work)
-        return [start for start, _ in in_order], [stop - start for start, stop in in_order]
+        return in_order, [stop - start for start, stop in in_order]
 
-    def split(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        """The rows of each GEMM in `tensor` `[num_rows, ...]`, by their start. Only without autograd.
+    def split(self, tensor: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+        """The rows of each GEMM in `tensor` `[num_rows, ...]`, by their start and stop. Only without autograd.
 
         For the host, one call of torch's dispatcher for all rows costs less than one for each.
         """
-        starts, sizes = self._starts_and_sizes
-        return dict(zip(starts, torch.unsafe_split_with_sizes(tensor, sizes), strict=True))
+        runs, sizes = self._runs_and_sizes
+        return dict(zip(runs, torch.unsafe_split_with_sizes(tensor, sizes), strict=True))
 
 
 class _GatheredRows(WorkRows):

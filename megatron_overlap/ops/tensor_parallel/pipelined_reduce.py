@@ -255,9 +255,11 @@ class _SummedRows(WorkRows):
 
     Attributes:
         received: partial sums by message.
-        terms_of: those of each own chunk `[R - 1, rows, F]` by their first message, where they are contiguous.
+        terms_of: those of each own chunk by their first message, where they are contiguous: all `[R - 1, rows, F]`, and
+            those before the last one and the last one.
+        num_gemms: work of the plan up to the last GEMM.
         gathers: the messages that receive sums.
-        sums: each own chunk in the result, and its rows of `summed`, by part; empty without `summed`.
+        sums: start and stop of each own chunk, and its rows of `summed`, by part; empty without `summed`.
         num_sent: rows that this rank sends.
         repeated: the messages of a result.
     """
@@ -266,7 +268,8 @@ class _SummedRows(WorkRows):
         super().__init__(plan, layout)
         self._plan, self._layout = plan, layout
         self.received: dict[int, torch.Tensor] = {}
-        self.terms_of: dict[int, torch.Tensor] = {}
+        self.terms_of: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self._lands: dict[int, torch.Tensor] = {}
         first = 0
         for k, message in enumerate(plan.messages):
@@ -274,9 +277,9 @@ class _SummedRows(WorkRows):
                 continue
             num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
             if message.to == (plan.rank + 1) % plan.num_ranks and num_rows == longest:
-                self.terms_of[k] = terms[first : first + (plan.num_ranks - 1) * longest].unflatten(
-                    0, (plan.num_ranks - 1, longest)
-                )
+                of_chunk = terms[first : first + (plan.num_ranks - 1) * longest]
+                of_chunk = of_chunk.unflatten(0, (plan.num_ranks - 1, longest))
+                self.terms_of[k] = of_chunk, of_chunk[:-1], of_chunk[-1:]
             # On all ranks it begins at the same row.
             self.received[k] = terms[first : first + num_rows]
             self._lands[k] = terms[first : first + layout.num_chunk_rows(message.send)]
@@ -288,7 +291,7 @@ class _SummedRows(WorkRows):
         )
         self._sums_of_parts = parts
         own = [layout.rows(Chunk(plan.rank, part)) for part in range(len(parts))]
-        self.sums = [(slice(*rows), sums[: rows[1] - rows[0]]) for rows, sums in zip(own, parts, strict=True)]
+        self.sums = [(rows, sums[: rows[1] - rows[0]]) for rows, sums in zip(own, parts, strict=True)]
         self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
         self.repeated = Repeated(self._transfers)
 
@@ -351,19 +354,19 @@ class PipelinedAllReduce:
         summed = pool.take("summed", (longest, out.shape[1]), out, symmetric=True) if transport.prepares else None
         of = plan, layout, terms, summed
         self.rows = repeated(transport, of, lambda: _SummedRows(*of))
-        self._num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
+        self._rows_of_out = self.rows.split(out)
         self._done = 0
         self._finished = False
-        self._p2p_work = transport.begin(Exchange(self.rows.repeated, out), op)
+        self._p2p_work = transport.begin(Exchange(self.rows.repeated, out, cut=self._rows_of_out), op)
 
     def compute(self, gemm: GemmInto) -> None:
         """Runs the GEMMs."""
-        rows, rows_of_out = iter(self.rows.of_work), self.rows.split(self._out)
-        for index, work in enumerate(self._plan.work[: self._num_gemms]):
+        rows = iter(self.rows.of_work)
+        for index, work in enumerate(self._plan.work[: self.rows.num_gemms]):
             if work.chunks:
                 start, stop = next(rows)
                 if start < stop:
-                    gemm(start, stop, rows_of_out[start])
+                    gemm(start, stop, self._rows_of_out[start, stop])
             self._advance(index + 1, wait=self._in_place)
 
     def run_beside(self, pieces: Sequence[Piece]) -> None:
@@ -381,7 +384,8 @@ class PipelinedAllReduce:
             else:
                 # Spread evenly; all before the last piece, which hides the messages of the last sums.
                 share = min(1.0, (number + 1) / max(1, len(pieces) - 1))
-                self._advance(self._num_gemms + round(share * (num_work - self._num_gemms)), wait=True)
+                num_gemms = self.rows.num_gemms
+                self._advance(num_gemms + round(share * (num_work - num_gemms)), wait=True)
 
     @property
     def num_bytes(self) -> int:
@@ -396,12 +400,17 @@ class PipelinedAllReduce:
         """
         if not self._finished:
             self._advance(len(self._plan.work), wait=True, exposed=True)
-            for rows, sums in self.rows.sums:
-                self._out[rows].copy_(sums)
+            for own, sums in self.rows.sums:
+                self._rows(own).copy_(sums)
             self._p2p_work.wait(*self.rows.gathers)
             self._p2p_work.wait_all()
             self._finished = True
         return self._out
+
+    def _rows(self, run: tuple[int, int]) -> torch.Tensor:
+        """Rows of the result."""
+        found = self._rows_of_out.get(run)
+        return self._out[slice(*run)] if found is None else found
 
     def _advance(self, stop: int, *, wait: bool, exposed: bool = False) -> None:
         """Does the additions of the work items before `stop`, in order, and marks their sends ready."""
@@ -417,17 +426,18 @@ class PipelinedAllReduce:
     def _add(self, adds: tuple[int, ...], *, early: bool) -> None:
         """Adds the received partial sums of one own chunk; more than two terms in fp32, rounded once."""
         chunk = self._plan.messages[adds[0]].recv
-        own, received = self._out[slice(*self._layout.rows(chunk))], self.rows.received
+        own, received = self._rows(self._layout.rows(chunk)), self.rows.received
         out = self.rows.sums[chunk.part][1] if self.rows.sums else own
         terms_of = self.rows.terms_of.get(adds[0])
         if self._on_device and terms_of is not None and not self._tree:
+            every, first_terms, last_term = terms_of
             total = own
             if early and len(adds) > 1:
                 self._p2p_work.wait(*adds[:-1])
-                total = add_terms(terms_of[:-1], own, self._buffer_pool.take("sum", own.shape, like_fp32(own)))
-                terms_of = terms_of[-1:]
+                total = add_terms(first_terms, own, self._buffer_pool.take("sum", own.shape, like_fp32(own)))
+                every = last_term
             self._p2p_work.wait(*adds)
-            add_terms(terms_of, total, out)
+            add_terms(every, total, out)
             return
         if self._on_device or self._tree:
             self._p2p_work.wait(*adds)

@@ -77,7 +77,7 @@ def test_the_schedule_is_that_of_the_package(
     assert between == (nodes.num_nodes - 1) * (2 if (layer, direction) == ("qkv", "backward") else 1)
     assert run.num_messages == copies + between
     assert run.sent_bytes == pytest.approx(sent_bytes(devices[0]))
-    assert run.time_us == pytest.approx(times(devices).eight * 1e6, rel=0.1)
+    assert run.time_us == pytest.approx(times(devices).eight * 1e6, rel=0.12)
 
 
 @pytest.mark.parametrize("nodes", [Nodes(2, 4), Nodes(3, 2), Nodes(2, 2)])
