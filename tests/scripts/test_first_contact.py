@@ -83,12 +83,20 @@ def test_parts_run_in_the_interpreter(tmp_path: Path) -> None:
 def test_every_part_runs_in_the_interpreter(tmp_path: Path) -> None:
     run, figures = dry(tmp_path, "--budget", "600")
     assert run.returncode == 0, run.stderr
-    for name in ("correct", "gemm", "overlap", "split", "processes", "stress", "hopper"):
+    for name in ("correct", "gemm", "overlap", "split", "processes", "stress", "hopper", "link 1", "link 8", "copies"):
         assert figures[name]["how"] == "ended"
         assert figures[name]["rows"]
         assert figures[name]["wrong_rows"] == 0
     assert len(figures["processes"]["rows"]) == 24
     assert figures["stress"]["rows"][-1]["launches"] >= 16
+
+
+def test_one_rank_runs_the_operations_over_copies_to_the_host(tmp_path: Path) -> None:
+    run, figures = dry(tmp_path, "--only", "link 1", "--budget", "100")
+    assert run.returncode == 0, run.stderr
+    assert [(row["op"], row["share"], row["right"]) for row in figures["link 1"]["rows"]] == [
+        (op, share, True) for op in ("ag", "rs") for share in (8, 1)
+    ]
 
 
 def test_hopper_kernels_are_left_out_by_name(forked_python: ForkedPython, tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ class HostPeersTransport(CopyTransport):
         self.arrival_s = 0.0
         self.arriving = backend.queue()
         self.sending = HostQueue(self.sending, self)
-        # What the peers do, by operation: the steps that free their buffers, and that follow their messages.
-        self.by_peers: dict[int, tuple[object, list[object]]] = {}
+        # What the peers do, by operation: the steps that free their buffers, and where their messages arrive with the
+        # steps that follow.
+        self.by_peers: dict[int, tuple[object, list[tuple[torch.Tensor, object]]]] = {}
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
         repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
@@ -117,19 +118,20 @@ class HostPeersTransport(CopyTransport):
         self.backend.computing.run(free)
         # Flags at the peers stay set: the host clears none.
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, prepared, own, begun, captured=False)
-        work.steps_of_peers = sent
+        work = HostPeersWork(self, prepared, own, {}, begun, captured=False)
+        work.of_peers = sent
         work.mark_ready(0)
         return work
 
-    def _steps_of_peers(self, transfers: Sequence[Transfer]) -> tuple[object, list[object]]:
+    def _steps_of_peers(self, transfers: Sequence[Transfer]) -> tuple[object, list[tuple[torch.Tensor, object]]]:
         assert isinstance(self.buffer_pool, HeapPool)
         free: dict[int, FlagStep] = {}
         sent, numbers, arriving = [], Counter[int](), self.arriving
         for transfer in transfers:
             buffer, source = self.buffer_pool.buffer_of(transfer.recv), transfer.message.source
             assert buffer is not None, "a message that is not between symmetric buffers"
-            sent.append(arriving.prepare([FlagStep(buffer.words[0], buffer.flag(source, numbers[source]), sets=True)]))
+            step = FlagStep(buffer.words[0], buffer.flag(source, numbers[source]), sets=True)
+            sent.append((transfer.recv.view(-1), arriving.prepare([step])))
             numbers[source] += 1
             free[transfer.message.to] = FlagStep(buffer.words[0], buffer.free(transfer.message.to), sets=True)
         return self.backend.computing.prepare(list(free.values())), sent
@@ -138,7 +140,7 @@ class HostPeersTransport(CopyTransport):
 class HostPeersWork(CopyP2PWork):
     """Lets message k arrive after what message k of this rank follows."""
 
-    steps_of_peers: Sequence[object] = ()
+    of_peers: Sequence[tuple[torch.Tensor, object]] = ()
 
     def _send_next(self) -> None:
         number, transport = self._num_sent, self._transport
@@ -146,11 +148,11 @@ class HostPeersWork(CopyP2PWork):
         start = time.perf_counter()
         message, arriving = self._messages[number], transport.arriving
         arriving.after(self._marks[message.plan.after_work])
-        source, into = transport.sent_by(message.plan).view(-1), message.recvs[0].view(-1)
+        source, (into, sent) = transport.sent_by(message.plan).view(-1), self.of_peers[number]
         count = into.numel() // transport.share
         with nullcontext() if source.device == into.device else torch.cuda.stream(arriving.stream):
             into[:count].copy_(source[:count], non_blocking=True)
-        arriving.run(self.steps_of_peers[number])
+        arriving.run(sent)
         # The host of a peer does this.
         transport.arrival_s += time.perf_counter() - start
         super()._send_next()
