@@ -56,8 +56,8 @@ class _Message:
         copies: tensors of the receiver and what they get, of a message without own rows.
         free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
             the operation does.
-        sent: sets the flag of the receiver. Of messages that receivers copy, the second sets the flags of all later ones
-            after the same work.
+        sent: sets the flag of the receiver. Of messages that receivers copy, the second sets the flags of all later
+            ones after the same work.
         flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
         reads: where this rank copies from, at the sender.
         arrived: waits for the flag before that copy.
