@@ -75,13 +75,16 @@ def default_chunks(
     return most_parts(min(most, _MAX_PARTS), num_rows // num_ranks, smallest, "last")
 
 
-def default_parts(num_rows: int, *, on_device: bool, hides_all: bool = False) -> int:
+def default_parts(num_rows: int, num_ranks: int, depth: int, *, on_device: bool) -> int:
     """Return the parts of an all-reduce of `num_rows` rows. On the CPU a part is one GEMM over the rows of all owners.
 
-    On a device one part: further ones cost more than they hide. `hides_all`: the GEMMs take as long as all messages, so
-    two parts hide the sums of the first (`tests/ops/tensor_parallel/device_layers.py`).
+    On a device one part: further ones cost more than they hide. Two parts if the GEMMs, over `depth` features, take as
+    long as all messages and stay large: they hide the sums of the first part. 0: other work hides the sums. Modelled
+    (`tests/ops/tensor_parallel/device_layers.py`), not measured.
     """
-    return 1 + hides_all if on_device else most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
+    if not on_device:
+        return most_parts(MAX_MESSAGES, num_rows, MIN_CHUNK_ROWS, "both")
+    return 2 if depth > 2 * SHALLOW_DEPTH and num_rows >= 8 * num_ranks * MIN_CHUNK_ROWS else 1
 
 
 def most_parts(most: int, rows: int, smallest: int, small: Small) -> int:

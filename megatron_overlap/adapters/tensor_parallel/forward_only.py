@@ -98,7 +98,7 @@ def min_rows(call: Call, num_ranks: int, item_bytes: int, stock: Link, p2p: Link
 def _parts(call: Call, num_ranks: int, rows: int, row_bytes: int) -> tuple[int, int]:
     """Messages to each peer, and GEMMs, of p2p with its default settings."""
     if call.all_reduces:
-        parts = default_parts(rows, on_device=False)
+        parts = default_parts(rows, num_ranks, 0, on_device=False)
         return parts, 2 * parts
     chunks = default_chunks("all_gather" if call.op == "ag_gemm" else "reduce_scatter", num_ranks, rows, row_bytes)
     return chunks, num_ranks * chunks
@@ -221,8 +221,10 @@ def _gemm(weight: torch.Tensor, slowest: Slowest) -> Gemm:
 
 
 def _communication(call: LinearCall, num_bytes: int, transport: Transport | None) -> float:
-    """Microseconds of the operation of `call` with `num_bytes` of gathered or reduced rows and almost no GEMM, by p2p
-    over `transport`, or by the collective if it is None."""
+    """Microseconds of the operation of `call` with `num_bytes` of gathered or reduced rows and almost no GEMM.
+
+    By p2p over `transport`, or by the collective if it is None.
+    """
     group, size, wide = call.group, call.group.size(), 128
     rows = max(1, num_bytes // (size * wide * call.x.itemsize)) * size
     gathers = call.op == "ag_gemm"

@@ -150,16 +150,17 @@ class StreamQueue:
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream, self._handle = stream, None if stream is None else stream.cuda_stream
+        self._handle = None if stream is None else stream.cuda_stream
         self._device = torch.cuda.current_device()
-        self._used: dict[int, torch.cuda.Stream] = {}
+        # The streams of earlier calls, by handle.
+        self._used = {} if stream is None else {stream.cuda_stream: stream}
         self._copy, self._write, self._wait, self._batch = _driver_functions()
         self._sources = _source_words()
         self._one, self._value = self._sources.data_ptr(), self._sources.data_ptr() + 4
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        return self._stream or self._used[self._raw_stream()]
+        return self._used[self._raw_stream()]
 
     def _raw_stream(self) -> int:
         if self._handle is not None:
@@ -171,9 +172,9 @@ class StreamQueue:
         return handle
 
     def synchronize(self) -> None:
-        """Block until the work of all streams is complete that this queue has selected."""
-        self._raw_stream()
-        for stream in (self._stream,) if self._stream is not None else tuple(self._used.values()):
+        """Block until the work of the present stream and of those of earlier calls is complete."""
+        self._raw_stream()  # adds the present one
+        for stream in self._used.values():
             stream.synchronize()
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:

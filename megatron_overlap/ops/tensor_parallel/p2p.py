@@ -35,13 +35,7 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.gather_scatter import Gathers
-from megatron_overlap.schedules.heuristics import (
-    MIN_CHUNK_ROWS,
-    SHALLOW_DEPTH,
-    default_chunks,
-    default_parts,
-    default_pattern,
-)
+from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_parts, default_pattern
 from megatron_overlap.schedules.plan import Pattern, Split
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -87,7 +81,8 @@ class LinearPlan:
             return min(layout.num_chunk_rows(Chunk(last, part)) for part in range(layout.chunks_per_rank))
         if op == "copy_gemm":
             return num_rows
-        parts = PartLayout(num_rows, num_ranks, self._all_reduce_parts(num_rows, on_device=device.type != "cpu"))
+        num_parts = self.chunks_per_rank or default_parts(num_rows, num_ranks, 0, on_device=device.type != "cpu")
+        parts = PartLayout(num_rows, num_ranks, num_parts)
         return min(
             parts.rows(Chunk(last, part))[1] - parts.rows(Chunk(0, part))[0] for part in range(parts.chunks_per_rank)
         )
@@ -100,17 +95,12 @@ class LinearPlan:
         Raises:
             ValueError: the pattern is `ring`.
         """
-        # With `after`, other work hides the sums. GEMMs of fewer rows lose more than they hide.
-        enough = num_rows >= 8 * transport.size * MIN_CHUNK_ROWS
-        hides_all = gathers == "between" and depth > 2 * SHALLOW_DEPTH and enough
-        parts = self._all_reduce_parts(num_rows, on_device=transport.on_device, hides_all=hides_all)
+        depth = depth if gathers == "between" else 0
+        parts = self.chunks_per_rank or default_parts(num_rows, transport.size, depth, on_device=transport.on_device)
         # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
         return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers)
-
-    def _all_reduce_parts(self, num_rows: int, *, on_device: bool, hides_all: bool = False) -> int:
-        return self.chunks_per_rank or default_parts(num_rows, on_device=on_device, hides_all=hides_all)
 
 
 _DEFAULT_PLAN = LinearPlan()
