@@ -110,7 +110,7 @@ def test_moving_bytes_takes_compute_time() -> None:
     assert model.compute_rate("copy", 1e9) == pytest.approx(0.05)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.integers(0, 500))
 def test_more_rows_never_take_less(m: int, n: int, k: int, more: int) -> None:
     model = with_gemm(processors=7, tiles=[{"rows": 128, "columns": 64}, {"rows": 64, "columns": 64, "rate": 0.8}])

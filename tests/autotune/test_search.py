@@ -379,7 +379,7 @@ def random_timing(noise: random.Random, spread: float) -> Timing:
     return Timing(100 * noise.uniform(1, spread), noise.choice([0.0, 5.0, 50.0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     candidates=st.integers(1, 5),
     ranks=st.integers(1, 4),

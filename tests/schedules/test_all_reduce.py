@@ -127,7 +127,7 @@ def test_missing_sums_are_caught() -> None:
         check(reduce_scatters)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9))
 def test_layout_covers_every_row_once_part_by_part(num_rows: int, num_ranks: int, num_parts: int) -> None:
     layout = PartLayout(num_rows, num_ranks, num_parts)
@@ -143,7 +143,7 @@ def test_layout_covers_every_row_once_part_by_part(num_rows: int, num_ranks: int
     assert rows == list(range(num_rows))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 6), st.sampled_from(["edge", "all"]), st.sampled_from(["between", "after"]))
 def test_any_size_is_proved(num_ranks: int, num_parts: int, split: str, gathers: str) -> None:
     prove(num_ranks, num_parts, split, gathers)

@@ -43,7 +43,7 @@ def test_proved_for_every_group_size(size: int) -> None:
 COUNTS = st.one_of(st.integers(0, 3), st.integers(60, 70), st.integers(0, 700))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_proved_for_arbitrary_counts(data: st.DataObject) -> None:
     size, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

@@ -121,7 +121,7 @@ def test_deadlock_is_reported() -> None:
         check([late, stuck])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 9), st.sampled_from([None, "first", "last", "both"]))
 def test_layout_covers_every_row_once(num_rows: int, num_ranks: int, chunks_per_rank: int, small: Small | None) -> None:
     layout = ChunkLayout(num_rows, num_ranks, chunks_per_rank, small)

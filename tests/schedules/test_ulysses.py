@@ -83,7 +83,7 @@ def _damage(plan: AllToAllPlan) -> list[AllToAllPlan]:
     return damaged
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 300), st.integers(1, 64), st.booleans())
 def test_every_row_is_held_once(num_rows: int, num_ranks: int, zigzag: bool) -> None:
     layout = (SequenceLayout.zigzag if zigzag else SequenceLayout.contiguous)(num_rows, num_ranks)
@@ -101,7 +101,7 @@ def test_zigzag_equals_megatrons() -> None:
     assert SequenceLayout.zigzag(16, 2).runs == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_every_head_attends_once_to_its_keys(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 12))

@@ -82,7 +82,7 @@ def test_bytes_of_rebalanced_rows(world: World) -> None:
     assert sent == [[("forward", a + b), ("dgrad", a // 2 + 2 * b)] for a, b in zip(inbound, outbound, strict=True)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch(world: World, data: st.DataObject) -> None:
     num_ranks = data.draw(st.sampled_from([2, 3, 4, 4]))

@@ -15,7 +15,7 @@ from scripts.bench.placements import METHODS, hybrid, hybrid_stages, packing
 from tests.schedules.varlen.checks import check_plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 400), max_size=40),
     nodes=st.sampled_from([1, 2, 4]),

@@ -64,7 +64,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return METHODS[method](lengths, topology, capacity=capacity, cost=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plan=plans(), passing=st.sampled_from(["kv", "q"]), window=st.sampled_from([None, None, 0, 1, 5]))
 def test_messages_are_proved_and_every_causal_pair_is_computed_once(
     plan: Plan, passing: Passing, window: int | None

@@ -34,7 +34,7 @@ documents = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 300), st.intege
 topologies = st.builds(Topology, st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=documents, topology=topologies, slack=st.integers(0, 200), passes=st.integers(1, 4))
 def test_every_token_is_placed_once_within_the_capacity(
     lengths: list[int], topology: Topology, slack: int, passes: int
@@ -45,14 +45,14 @@ def test_every_token_is_placed_once_within_the_capacity(
     check_plan(partition(lengths, topology, capacity=capacity))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=documents, topology=topologies)
 def test_one_pass_if_it_holds_the_batch(lengths: list[int], topology: Topology) -> None:
     capacity = -(-max(sum(lengths), 1) // topology.ranks)
     assert len(partition(lengths, topology, capacity=capacity).passes) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=documents, topology=topologies, data=st.data())
 def test_load_does_not_depend_on_the_order_of_the_batch(
     lengths: list[int], topology: Topology, data: st.DataObject
@@ -93,7 +93,7 @@ def test_every_process_computes_the_same_plan() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 1 << 30))
 def test_near_the_lower_bound_on_published_distributions(distribution: str, seed: int) -> None:
     """64 ranks, 4M tokens, one pass."""

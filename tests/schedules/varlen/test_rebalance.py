@@ -67,7 +67,7 @@ cases = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases)
 def test_even_and_least_cost(case: tuple[Topology, list[int]]) -> None:
     """The optimum may also select the ranks with one token more, and is not cheaper."""
@@ -80,7 +80,7 @@ def test_even_and_least_cost(case: tuple[Topology, list[int]]) -> None:
     assert cost_of(moves, topology) == pytest.approx(least_cost(tokens, low, high, topology))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases, st.data())
 def test_least_cost_to_a_given_layout(case: tuple[Topology, list[int]], data: st.DataObject) -> None:
     topology, tokens = case
@@ -90,7 +90,7 @@ def test_least_cost_to_a_given_layout(case: tuple[Topology, list[int]], data: st
     assert cost_of(moves, topology) == pytest.approx(least_cost(tokens, target, target, topology))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_the_inverse_restores_every_row(case: tuple[Topology, list[int]]) -> None:
     topology, tokens = case

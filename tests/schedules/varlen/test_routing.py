@@ -31,7 +31,7 @@ def check_paths(route: Route, source: int, to: int, topology: Topology) -> None:
     assert len(set(nics)) == len(nics)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     nodes=st.integers(1, 3),
     devices=st.integers(1, 6),

@@ -175,7 +175,7 @@ ANY = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ANY, st.sampled_from([2, 3, 4]), st.floats(1.0, 500.0), st.floats(1.0, 500.0), st.floats(1.01, 4.0))
 def test_slower_links_never_help_and_bounds_hold(
     choice: LinearOverlap, ranks: int, gemm_us: float, comm_us: float, factor: float

@@ -177,7 +177,7 @@ def test_fused_kernels_inside_nodes() -> None:
     assert linear(flat, 4, method="fused").column_forward().time_us < 1.1 * 1024 / 4 * WIDTH * 2 / 10
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([Nodes(2, 4), Nodes(3, 2), Nodes(2, 2), Nodes(4, 2), Nodes(2, 3), Nodes(1, 4)]),
     st.sampled_from(["stock", "p2p", "fused", "sliced"]),

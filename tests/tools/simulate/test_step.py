@@ -168,7 +168,7 @@ def test_the_first_stage_saves_most_activations() -> None:
     assert in_flight(4, 0, 2, 8) == 2 * 3 + 4 + 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(METHODS),
     st.sampled_from([{}, {"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "pipeline": 2, "data": 2}]),
