@@ -122,7 +122,8 @@ class Session(AbstractContextManager["Session"]):
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
         """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
 
-        PatchRefusedError: a patch is refused, and the patches are required or the config is strict; nothing is changed.
+        Raises PatchRefusedError if a patch is refused, and the patches are required or the config is strict; nothing is
+        changed.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
         return self._apply(self._engine.plan(set(features) - known), required=required)
@@ -293,7 +294,7 @@ def enable(
 
 
 def is_switched_off() -> bool:
-    """Whether the environment has `MEGATRON_OVERLAP=0`. ConfigError: another value than 0 or 1."""
+    """Whether the environment has `MEGATRON_OVERLAP=0`. Raises ConfigError for another value than 0 or 1."""
     switch = os.environ.get(OFF_SWITCH, "")
     if switch not in ("", "0", "1"):
         raise ConfigError("environment", OFF_SWITCH, switch, "write 0 to switch the plugin off, or unset it")
@@ -314,7 +315,7 @@ def current() -> Session | None:
 
 
 def report() -> Report:
-    """The report of this process's session. PatchError: `enable` was not called, or `disable` was."""
+    """The report of this process's session. Raises PatchError if `enable` was not called, or `disable` was."""
     if _current is None:
         raise PatchError("megatron_overlap is not enabled; call enable(config) first")
     return _current.report()

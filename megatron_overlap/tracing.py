@@ -176,7 +176,7 @@ class EventFileError(RuntimeError):
 
 
 def read_events(path: Path) -> RankEvents:
-    """Read the file of one rank. EventFileError: it does not exist or has another format."""
+    """Read the file of one rank. Raises EventFileError if it does not exist or has another format."""
     try:
         data = path.read_bytes()
     except OSError as error:

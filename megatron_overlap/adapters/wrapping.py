@@ -40,8 +40,10 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
-    """Runs the pre-hooks of a module that is not called. In these Megatron waits for the gather of parameters.
-    RuntimeError: a hook changes the input; the message ends with `remedy`."""
+    """Runs the pre-hooks of a module that is not called: in these Megatron waits for the gather of parameters.
+
+    Raises RuntimeError if a hook changes the input; the message ends with `remedy`.
+    """
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
             raise RuntimeError(

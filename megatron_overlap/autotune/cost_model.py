@@ -80,7 +80,10 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times on one machine, in microseconds. ValueError: the profile has no peak for `precision`, that of tensors."""
+    """Times on one machine, in microseconds.
+
+    Raises ValueError if the profile has no peak for `precision`, that of tensors.
+    """
 
     profile: ClusterProfile
     precision: Precision = "bf16"
@@ -142,8 +145,10 @@ class CostModel:
         return calls * (self.launch_us if loop else call.value)
 
     def attention_us(self, flops: float, *, backward: bool = False, fused: bool = True) -> float:
-        """Time of fused attention with `flops` operations, without the masked ones. Not `fused`: of the products of
-        attention that keeps its scores, masked ones counted, at the rate of a GEMM if the profile has none of scores.
+        """Time of attention with `flops` operations.
+
+        Fused attention counts no masked operation. Without `fused`: the products of attention that keeps its scores,
+        masked ones included, at the rate of scores in the profile, or of a GEMM.
         """
         device = self.profile.device
         share = device.attention_backward if backward else device.attention_forward

@@ -119,7 +119,7 @@ class Autotuner:
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
             modelled: candidate that runs until the first recheck measures all; None measures them at once.
 
-        AutotuneError: another rank runs another call.
+        Raises AutotuneError if another rank runs another call.
         """
         # Without sequence parallelism weight gradients move from layer to layer (ops/wgrad.py): one layer pays
         # for the gain of another, so only the sum over all layers can be compared.

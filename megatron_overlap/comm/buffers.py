@@ -11,12 +11,15 @@ _MAX_TENSORS = 256
 
 
 class BufferPool:
-    """Named buffers of one transport. `take` returns the same memory for the same name. An operation must finish with
-    a name before the next operation takes it.
+    """Named buffers of one transport: `take` returns the same memory for the same name.
+
+    An operation must finish with a name before the next operation takes it.
 
     A buffer grows to the largest requested size and is never freed, like Megatron's global memory buffer. It grows by
-    at least a quarter: sizes that vary would replace it, and fragment memory, at every new largest one. `within`
-    returns the context of allocations, such as another memory pool.
+    at least a quarter: otherwise sizes that vary would replace it, and fragment memory, at every new largest one.
+
+    Args:
+        within: returns the context of allocations, such as another memory pool.
 
     Attributes:
         derived: what callers derive from buffers, by keys of theirs; emptied when a buffer is replaced.

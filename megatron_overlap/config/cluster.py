@@ -180,8 +180,10 @@ class NodeLink(LinkProfile):
 
 
 class Lateness(Section):
-    """Rank skew after a computation time since the last synchronization, in microseconds: a rank is late, and
-    communication threads sleep."""
+    """Rank skew after a computation time since the last synchronization, in microseconds.
+
+    A rank is late, and communication threads sleep.
+    """
 
     computed_us: Figure
     late_us: Cost
@@ -224,7 +226,7 @@ class ClusterProfile(Section):
         return self
 
     def peak_tflops(self, precision: Precision) -> float:
-        """Dense peak of one device. ValueError: the profile has no peak for this precision."""
+        """Dense peak of one device. Raises ValueError if the profile has no peak for this precision."""
         figure: Figure | None = getattr(self.device.peak_tflops, precision)
         if figure is None:
             raise ValueError(f"train.precision: {precision}: the profile {self.name} has no peak for it; use bf16")
@@ -232,7 +234,10 @@ class ClusterProfile(Section):
 
 
 def load_cluster_profile(name_or_path: str) -> ClusterProfile:
-    """Read a profile from configs/clusters (by its file stem) or a YAML file. ConfigError: it is missing or wrong."""
+    """Read a profile from configs/clusters (by its file stem) or a YAML file.
+
+    Raises ConfigError if it is missing or wrong.
+    """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         path = profile_folder() / f"{name_or_path}.yaml"

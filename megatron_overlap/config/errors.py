@@ -14,8 +14,10 @@ _COMMAND_LINE = "command line"
 
 
 class ConfigError(ValueError):
-    """A config file or a command line is wrong. `str()` is one line: `file: key: value: remedy`, with a dotted key, a
-    shortened value, and what to write instead."""
+    """A config file or a command line is wrong.
+
+    `str()` is one line: `file: key: value: remedy`, with a dotted key, a shortened value, and what to write instead.
+    """
 
     def __init__(self, file: str, key: str, value: object, remedy: str) -> None:
         self.file, self.key, self.value, self.remedy = file, key, value, remedy

@@ -120,7 +120,10 @@ def flags_in(args: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def number_after(flag: str, args: Sequence[str]) -> int | None:
-    """The number after a flag in `megatron_args`; None: no such flag. ValueError: it is no whole number above 0."""
+    """The number after a flag in `megatron_args`; None: no such flag.
+
+    Raises ValueError if it is no whole number above 0.
+    """
     for index, name in flags_in(args):
         if name == flag:
             _, equals, value = args[index].partition("=")

@@ -57,8 +57,8 @@ def _holds(node: object, parts: Sequence[str]) -> bool:
 def compose(path: str | Path, overrides: Sequence[str] = (), sections: Sequence[str] = ()) -> Composed:
     """Read a file with all its bases and apply the overrides.
 
-    Overrides are `key=value` texts; the value is YAML, and `*` in a key stands for each of `sections`. ConfigError: a
-    file is unreadable, is not a mapping or includes itself, or an override is wrong.
+    Overrides are `key=value` texts; the value is YAML, and `*` in a key stands for each of `sections`. Raises
+    ConfigError if a file is unreadable, is not a mapping or includes itself, or an override is wrong.
     """
     file = str(path)
     layers = list(_read_layers(Path(path), None, ()))

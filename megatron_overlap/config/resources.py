@@ -42,7 +42,7 @@ def transformer_engine_available() -> bool:
 
 
 def config_file(given: str | Path) -> Path:
-    """The given file, or the shipped config of that name. ConfigError: neither exists."""
+    """The given file, or the shipped config of that name. Raises ConfigError if neither exists."""
     path, shipped = Path(given), shipped_config(str(given))
     if path.exists() and not path.is_dir():
         return path

@@ -67,7 +67,10 @@ LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def validate[Model: BaseModel](model: type[Model], composed: Composed, section: str = "") -> Model:
-    """Validate a merged config, or one section of it. ConfigError: a key or a value is wrong; names the file."""
+    """Validate a merged config, or one section of it.
+
+    Raises ConfigError, which names the file, if a key or a value is wrong.
+    """
     tree: Any = composed.tree.get(section) if section else composed.tree
     try:
         return model.model_validate({} if section and tree is None else tree)

@@ -175,7 +175,8 @@ class Spans:
 class DeferredWgrad:
     """Weight gradients postponed to a later point of the backward pass, where they hide communication.
 
-    Nothing in the backward pass depends on a weight gradient. Two layers use this:
+    Nothing in the backward pass depends on a weight gradient, so it may run at any time before the pass ends. Two
+    layers use this:
 
     - A row-parallel layer without sequence parallelism has no communication in backward. The column-parallel layer
       before it, whose backward comes next, has an all-reduce that is longer than its own GEMMs.

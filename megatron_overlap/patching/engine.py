@@ -43,7 +43,8 @@ class Engine:
     def apply(self, plan: Plan, session: Any) -> None:
         """Replaces every applicable target of `plan`; the factories get `session`.
 
-        PatchError: a target is replaced already, or changed since it was planned. After a failure nothing is changed.
+        Raises PatchError if a target is replaced already, or changed since it was planned. After a failure nothing is
+        changed.
         """
         twice = [finding.manifest.target for finding in plan.applicable if finding.manifest.target in self.applied]
         if twice:
@@ -60,8 +61,8 @@ class Engine:
     def revert(self) -> list[str]:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Attributes to which other code has assigned a replacement get the original as well; they are returned.
-        RevertRefusedError: another package replaced one of our replacements; nothing is changed then.
+        Attributes to which other code has assigned a replacement get the original as well; they are returned. Raises
+        RevertRefusedError if another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
         undone = [(finding, ours) for finding, ours in self._undo(0) if finding.manifest.unchecked is None]

@@ -110,7 +110,8 @@ def load_manifest_file(path: Path) -> list[Manifest]:
     """Reads the manifests of one file, without its `permits`.
 
     A file holds the keys of one `Manifest`, or `targets`: a mapping of targets to the keys that differ between them,
-    beside the keys that they share. ManifestError: the file is unreadable, not YAML, or does not describe a patch.
+    beside the keys that they share. Raises ManifestError if the file is unreadable, not YAML, or does not describe a
+    patch.
     """
     content = _mapping(path)
     content.pop("permits", None)
@@ -127,7 +128,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
 
 
 def load_permits() -> list[Permit]:
-    """One entry per file under `patches/cpu/`. ManifestError: a file is wrong or has no `permits`."""
+    """One entry per file under `patches/cpu/`. Raises ManifestError if a file is wrong or has no `permits`."""
     permits = []
     for file in sorted((resource_folder("patches") / "cpu").glob("*.yaml")):
         keys = _mapping(file).get("permits")
@@ -141,7 +142,7 @@ def load_permits() -> list[Permit]:
 def load_manifests(folder: Path | None = None) -> tuple[Manifest, ...]:
     """Reads every `*.yaml` of a folder and its subfolders, sorted by path; None: this package's own manifests.
 
-    ManifestError: a file is wrong, the folder has no file, or two manifests have the same target.
+    Raises ManifestError if a file is wrong, the folder has no file, or two manifests have the same target.
     """
     folder = folder or resource_folder("patches")
     files = sorted(folder.rglob("*.yaml"))

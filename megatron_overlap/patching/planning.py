@@ -60,8 +60,10 @@ def find_loaded(target: Target) -> Binding | None:
 
 
 def bindings_of(*objects: object) -> list[list[Binding]]:
-    """For each object, every attribute of an imported module, or of a class in one, that holds this object. The search
-    covers the packages of `_DEPENDENCIES` only for objects that they define."""
+    """For each object, every attribute of an imported module, or of a class in one, that holds this object.
+
+    The search covers the packages of `_DEPENDENCIES` only for objects that they define.
+    """
     found: dict[int, list[Binding]] = {id(each): [] for each in objects}
     packages = {str(getattr(each, "__module__", "builtins")).partition(".")[0] for each in objects}
     without = _DEPENDENCIES if packages.isdisjoint(_DEPENDENCIES) else frozenset()

@@ -33,7 +33,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Splits `module:qualname`. ValueError: there is not exactly one colon, or a part is not a dotted name."""
+        """Splits `module:qualname`.
+
+        Raises ValueError if there is not exactly one colon, or a part is not a dotted name.
+        """
         module, colon, qualname = text.partition(":")
         parts = [*module.split("."), *qualname.split(".")]
         if not colon or not all(part.isidentifier() for part in parts):

@@ -59,8 +59,8 @@ def plan(
 def read_lengths(path: Path) -> list[int]:
     """Reads the lengths of documents from a text file with one length per line, or from a folder.
 
-    The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths.
-    ValueError: the folder or file has no documents, or a line is not a length.
+    The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths. Raises
+    ValueError if the folder or file has no documents, or a line is not a length.
     """
     if path.is_dir():
         kinds = (".py", ".txt", ".rst", ".md")

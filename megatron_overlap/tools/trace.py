@@ -57,7 +57,10 @@ class Span(NamedTuple):
 
 
 def align_steps(ranks: Sequence[RankEvents], first: int | None, last: int | None) -> list[RankEvents]:
-    """The events of steps `first` to `last`, None: open end, on the clock of rank 0. ValueError: no rank has one."""
+    """The events of steps `first` to `last`, None: open end, on the clock of rank 0.
+
+    Raises ValueError if no rank has one.
+    """
     aligned = []
     for rank in ranks:
         steps = [step for step in steps_of(rank) if (first or 0) <= step[0] <= (last or step[0])]

@@ -24,7 +24,7 @@ def adapt(left_out: Collection[Permit] = ()) -> Engine:
     """Adapts torch, then Megatron, to the CPU, without `left_out`; returns the engine that can revert the patches.
 
     After a revert, modules of Megatron that were imported keep what they stored by value, and TransformerEngine keeps
-    the CPU kernels. PatchRefusedError: a patch is refused; nothing is changed then.
+    the CPU kernels. Raises PatchRefusedError if a patch is refused; nothing is changed then.
     """
     targets = {target for permit in left_out for target in permit.targets}
     names = {permit.name for permit in left_out}
@@ -63,11 +63,17 @@ def _apply(engine: Engine, feature: str) -> None:
 
 
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
-    """Calls `adapt`, for a `rehearsal` without the entries of `load_permits` that a GPU machine refuses.
+    """Finds TransformerEngine where the run needs it, and calls `adapt`.
 
-    A run of `te_layers` takes TransformerEngine from its folder where it is not installed. ModuleNotFoundError: it is
-    not there. RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
-    PatchRefusedError: a patch is refused, or megatron-core is not installed.
+    Args:
+        te_layers: the run builds TransformerEngine layers: TransformerEngine is taken from its folder where it is not
+            installed.
+        rehearsal: refuse what a GPU machine refuses: leave out the entries of `load_permits` with a remedy.
+
+    Raises:
+        ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
+        RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
+        PatchRefusedError: a patch is refused, or megatron-core is not installed.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")

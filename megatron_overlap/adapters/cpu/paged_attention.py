@@ -46,9 +46,13 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """Causal attention of packed queries `[rows, heads, D]`; the queries of a request are its last positions.
 
-    `cu_seqlens_q` has the first row of each request and the number of rows, `cu_seqlens_k` the same for its keys as if
-    they were packed, and `block_table` `[requests, blocks]` the blocks of each request in the cache `k` and `v`.
-    NotImplementedError: attention is not causal, has a window, or returns probabilities.
+    Args:
+        cu_seqlens_q: first row of each request, and the number of rows.
+        cu_seqlens_k: the same for its keys, as if they were packed.
+        block_table: blocks of each request in the cache `k` and `v`, `[requests, blocks]`.
+
+    Raises:
+        NotImplementedError: attention is not causal, has a window, or returns probabilities.
     """
     if not causal or tuple(window_size) != (-1, -1) or block_table is None or return_attn_probs:
         raise NotImplementedError("paged attention on CPU ranks is causal, without a window and without probabilities")

@@ -256,8 +256,10 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step of Adam (`mode` 0) or AdamW (`mode` 1) on lists of gradients, parameters, two moments, and, where there
-    is a fifth list, fp32 main parameters."""
+    """One step of Adam (`mode` 0) or AdamW (`mode` 1).
+
+    The lists hold gradients, parameters, two moments and, where there is a fifth list, fp32 main parameters.
+    """
     correction1 = 1 - beta1**step if bias_correction else 1.0
     correction2 = 1 - beta2**step if bias_correction else 1.0
     for grad, parameter, first, second, *main in zip(*lists, strict=True):

@@ -119,7 +119,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Makes the next import of TE use the kernels of `te_kernels`. RuntimeError: TE was imported before."""
+    """Makes the next import of TE use the kernels of `te_kernels`. Raises RuntimeError if TE was imported before."""
     if "transformer_engine" in sys.modules:
         raise RuntimeError("transformer_engine was imported before the CPU adaptation: install the adaptation first")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

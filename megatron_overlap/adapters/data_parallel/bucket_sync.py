@@ -91,10 +91,10 @@ class DataParallelAdapter(Adapter):
         self.session.counters.overlapped(*_site(op, bucket), rounds * bytes_of_peers)
 
     def falls_back(self, op: str, bucket_group: Any, flag: str | None, reason: str | None) -> bool:
-        """Whether the stock path runs the collective `op` of a bucket group, for a flag that is off or a reason.
+        """Whether the stock path runs the collective `op` of a bucket group; if so, counts it.
 
-        The fallback is counted. MissingFlagError: a flag is off, and the configured method is `p2p`. FallbackError: the
-        configuration is strict.
+        The cause is a flag that is off, or another reason. Raises MissingFlagError if a flag is off and the configured
+        method is `p2p`, and FallbackError if the configuration is strict.
         """
         if flag is not None:
             if self.session.config.data.method == "p2p":
@@ -111,8 +111,11 @@ class DataParallelAdapter(Adapter):
 
 
 def start_grad_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`: the sum (or mean) of the buckets' gradients over the
-    data-parallel ranks, with the distributed optimizer of the shard of this rank alone."""
+    """Replacement of `_ParamAndGradBucketGroup.start_grad_sync`.
+
+    Equals the original: the sum (or mean) of the gradients of the buckets over the data-parallel ranks. With the
+    distributed optimizer each rank gets the sum of its own shard.
+    """
     adapter = session.adapter(DataParallelAdapter)
 
     def start(self: Any, force_all_reduce: bool | None = False) -> None:
@@ -157,8 +160,11 @@ def start_param_sync(original: Method, session: Session) -> Method:
 
 
 def finish_param_sync(original: Method, session: Session) -> Method:
-    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`: without its warning that the all-gather of the next
-    bucket is in flight already, because the optimizer step starts all of them."""
+    """Replacement of `_ParamAndGradBucketGroup.finish_param_sync`.
+
+    Equals the original without its warning that the all-gather of the next bucket has started already: the optimizer
+    step starts all of them.
+    """
 
     def finish(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group

@@ -4,7 +4,7 @@ A program that makes its own groups is checked group by group, when the first tr
 """
 
 import sys
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,17 +39,20 @@ class ConsistencyCheck(Adapter):
         super().__init__(session)
         self._world: dist.ProcessGroup | None = None  # the group of all ranks, once they passed the check
         self._groups: set[dist.ProcessGroup] = set()
+        self._flight_recorder: FlightRecorder | None = None
 
-    @cached_property
+    @property
     def flight_recorder(self) -> FlightRecorder:
         """The flight recorder of this rank; made at first use, which needs torch.distributed."""
-        recorder = FlightRecorder(dist.get_rank(), self.session, self.session.consistency_facts())
-        self.session.add_close(recorder.close)
-        return recorder
+        if self._flight_recorder is None:
+            session = self.session
+            self._flight_recorder = FlightRecorder(dist.get_rank(), session, session.consistency_facts())
+            session.add_close(self._flight_recorder.close)
+        return self._flight_recorder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
-        return self.flight_recorder.post_mortem(error) if "flight_recorder" in self.__dict__ else None
+        return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
 
     def start(self) -> None:
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
@@ -73,7 +76,7 @@ class ConsistencyCheck(Adapter):
             self.session.apply_patches({"training"})
 
     def recorder_of(self, group: dist.ProcessGroup) -> FlightRecorder:
-        """The flight recorder. Before, the ranks of `group` are compared, if the job did not pass the check."""
+        """Compares the ranks of `group`, unless the whole job passed the check, and returns the flight recorder."""
         if self._world is None and group not in self._groups:
             self._compare(group)
             self._groups.add(group)
@@ -90,8 +93,9 @@ class ConsistencyCheck(Adapter):
         """Drops everything of the old process groups, as after an in-process restart: their peers may have ended."""
         self.session.drop_adapters()
         self.session.transports.close()
-        if (recorder := self.__dict__.pop("flight_recorder", None)) is not None:
-            recorder.close()
+        if self._flight_recorder is not None:
+            self._flight_recorder.close()
+            self._flight_recorder = None
         self._groups.clear()
 
 

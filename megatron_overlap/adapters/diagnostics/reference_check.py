@@ -41,8 +41,11 @@ class Check(Adapter):
     def reduce(
         self, name: str, bucket: torch.Tensor, group: dist.ProcessGroup, op: Any, whole: bool
     ) -> Callable[[], None]:
-        """Prepares the comparison of a reduction (see `DataParallelAdapter.reduce`). The caller calls the result after
-        it, which replaces the reduced bucket after a mismatch with `fallback`."""
+        """Prepares the comparison of a reduction (see `DataParallelAdapter.reduce`).
+
+        The caller calls the returned function after the reduction. After a mismatch with `fallback` the function
+        replaces the reduced bucket.
+        """
         before = bucket.clone()
         ranks, shard = group.size(), bucket.numel() // group.size()
         own = slice(None) if whole else slice(group.rank() * shard, (group.rank() + 1) * shard)

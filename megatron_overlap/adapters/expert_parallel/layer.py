@@ -29,8 +29,10 @@ _OP = "expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One `MoELayer`, `name` in the report: without `experts` it does not run overlapped, for `reason` if it
-    communicates."""
+    """One `MoELayer`; `name` is its name in the report.
+
+    Without `experts` the layer does not run overlapped; `reason` is the cause where it communicates.
+    """
 
     name: str
     experts: LayerExperts | None

@@ -123,8 +123,11 @@ class LinearAutotuner(GroupAutotuners):
         self._replaced: frozenset[Call] = frozenset()
 
     def runs_stock(self, layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-        """Whether a call runs the stock path untimed; if so, counts it. `run` would take 5 % of the pass of a short
-        layer. Other reasons against the plugin need no check here, because they lead to the stock path too."""
+        """Whether a call runs the stock path untimed; if so, counts it.
+
+        `run` would take 5 % of the pass of a short layer. Other reasons against the plugin need no check here, because
+        they lead to the stock path too.
+        """
         if weight is None:
             # `layer.weight` goes through `nn.Module.__getattr__`, an extra Python call on every forward.
             weight = layer._parameters.get("weight")
@@ -148,8 +151,11 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call. A column-parallel one with the input of the call before it, whose gathered input it shares,
-        takes that call's candidate, untimed."""
+        """Runs a call with its candidate.
+
+        A column-parallel call with the input of the call before it shares the gathered input. It takes the candidate of
+        that call, untimed.
+        """
         x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
         shared = self._candidate_of_same(group, x) if gathers else None

@@ -228,8 +228,11 @@ _READERS = ("decoder_input", "output_processor", "extra_block_kwargs")
 
 
 def model_forward(original: Method, session: Session) -> Method:
-    """Replacement of `GPTModel.forward`: the original. Where only the first layer of its block reads the output of the
-    embedding, that layer completes the output if it runs in batch overlap; else the block does."""
+    """Replacement of `GPTModel.forward`, which equals the original.
+
+    Where only the first layer of its block reads the output of the embedding, that layer completes the output if it
+    runs in batch overlap; otherwise the block does.
+    """
     adapter = session.adapter(LinearAdapter)
     layer_handoff = adapter.layer_handoff
 

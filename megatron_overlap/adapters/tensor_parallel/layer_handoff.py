@@ -33,8 +33,10 @@ class InputPart:
 
 
 class PendingOutput:
-    """The output of a layer, in parts whose sums over ranks may be in flight. Megatron passes `placeholder` from layer
-    to layer: the shape of the output, filled with NaN."""
+    """The output of a layer, in parts whose sums over ranks may not be complete.
+
+    Megatron passes `placeholder` from layer to layer: a tensor with the shape of the output, filled with NaN.
+    """
 
     def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
         self.placeholder = x.new_full((), float("nan")).expand(x.shape)
@@ -77,8 +79,10 @@ class LayerHandoff:
 
     @contextmanager
     def block(self, chains: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """Inside the context a block runs `chains` of layers in this order, and no pending output leaves its chain. The
-        order also holds after the context, where backward recomputes layers."""
+        """Inside the context a block runs `chains` of layers in this order, and no pending output leaves its chain.
+
+        The order also holds after the context, where backward recomputes layers.
+        """
         for layers in chains:
             self._next.update(zip(layers, [*layers[1:], None], strict=True))
         self._in_block = bool(chains)
@@ -108,7 +112,10 @@ class LayerHandoff:
         return pending
 
     def stored(self, x: object) -> PendingOutput | PendingEmbedding | None:
-        """As `take`, but it stays stored. RuntimeError: the embedding stored it, and `x` is not its placeholder."""
+        """As `take`, but the output stays stored.
+
+        Raises RuntimeError if the embedding stored it and `x` is not its placeholder.
+        """
         pending = self._pending
         if pending is not None and pending.placeholder is x:
             return pending

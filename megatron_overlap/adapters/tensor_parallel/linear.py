@@ -45,8 +45,11 @@ _MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
-    """Replacement of `ColumnParallelLinear._forward_impl`: `all_gather(input) @ weight.T + bias` under sequence
-    parallelism; without it `input @ weight.T + bias`, whose input gradient is summed over ranks."""
+    """Replacement of `ColumnParallelLinear._forward_impl`.
+
+    Equals `all_gather(input) @ weight.T + bias` under sequence parallelism. Without it equals `input @ weight.T +
+    bias`, whose input gradient is summed over ranks.
+    """
     adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
@@ -80,8 +83,11 @@ def column_forward_impl(original: Method, session: Session) -> Method:
 
 
 def row_forward(original: Method, session: Session) -> Method:
-    """Replacement of `RowParallelLinear.forward`: `reduce_scatter(input @ weight.T)` under sequence parallelism, else
-    `all_reduce(input @ weight.T)`; then the bias, which is returned instead of added with `skip_bias_add`."""
+    """Replacement of `RowParallelLinear.forward`.
+
+    Equals `reduce_scatter(input @ weight.T)` under sequence parallelism, otherwise `all_reduce(input @ weight.T)`. The
+    bias is added, or returned with `skip_bias_add`.
+    """
     adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
@@ -137,8 +143,10 @@ def grouped_linear_forward(original: Method, session: Session) -> Method:
 
 
 def fused_mlp_forward(original: Method, session: Session) -> Method:
-    """Replacement of `TEFusedMLP.forward`: `MLP.forward` computes the same, and calls the `forward` of both linear
-    layers. Where one of them is not supported, the original runs and both are counted as fallbacks."""
+    """Replacement of `TEFusedMLP.forward`: `MLP.forward` computes the same by both linear layers.
+
+    Where one of them is not supported, the original runs, and both are counted as fallbacks.
+    """
     adapter = session.adapter(LinearAdapter)
 
     @untraced

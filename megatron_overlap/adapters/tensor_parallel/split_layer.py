@@ -94,8 +94,8 @@ class EmbeddedPart:
 class _StepOutput:
     """Output of a step before dropout and residual: a `PendingPart`.
 
-    `output` is that of the row-parallel layer, whose sum over ranks may be in flight, and the bias. Backward starts the
-    all-gather of its gradient at `slot` (see `reserve_slot`).
+    `output` is that of the row-parallel layer, whose sum over ranks may not be complete, and the bias. Backward starts
+    the all-gather of its gradient at `slot` (see `reserve_slot`).
     """
 
     block: _Block

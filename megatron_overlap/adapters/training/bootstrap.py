@@ -41,8 +41,8 @@ class UsageError(ValueError):
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
-    UsageError: the command line is wrong. ConfigError: the config file or the plugin's off switch is wrong, or the run
-    folder cannot be made.
+    Raises UsageError if the command line is wrong. Raises ConfigError if the config file or the plugin's off switch is
+    wrong, or the run folder cannot be made.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -78,8 +78,10 @@ class ScriptRun:
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        UsageError: Megatron is not installed. PatchError: a patch is refused that this run or a strict config needs.
-        ConfigError: the plugin's off switch has an invalid value.
+        Raises:
+            UsageError: Megatron is not installed.
+            PatchError: a patch is refused that this run or a strict config needs.
+            ConfigError: the plugin's off switch has an invalid value.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -166,8 +168,10 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates the command line, Megatron's arguments of a launch on WORLD_SIZE GPUs, with Megatron. Arguments that it
-    does not know belong to a custom script."""
+    """Validates Megatron's arguments of a launch on WORLD_SIZE GPUs with Megatron.
+
+    Arguments that Megatron does not know belong to a custom script.
+    """
     from megatron_overlap.adapters import cpu
 
     has_te = transformer_engine_available()

@@ -53,8 +53,10 @@ class UlyssesAdapter(Adapter):
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism. UlyssesError: an option is
-    not supported."""
+    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
+
+    Raises UlyssesError if an option is not supported.
+    """
     session.adapter(UlyssesAdapter)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,8 +81,11 @@ def attention_init(original: Method, session: Session) -> Method:
 
 
 def attention_forward(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.forward`: the original on the whole sequence and the tensor-parallel heads of
-    the rank. Every context rank gets its own rows of the result."""
+    """Replacement of `DotProductAttention.forward`.
+
+    Equals the original on the whole sequence and the tensor-parallel heads of the rank. Every context rank gets its own
+    rows of the result.
+    """
     adapter = session.adapter(UlyssesAdapter)
 
     @untraced

@@ -113,7 +113,10 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of `DotProductAttention`. VarlenError: an unsupported option."""
+    """Core attention for a layer spec, in place of `DotProductAttention`.
+
+    Raises VarlenError for an unsupported option.
+    """
 
     def __init__(
         self,

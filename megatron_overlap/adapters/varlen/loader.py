@@ -92,7 +92,7 @@ class DocumentLoader:
         stride: this group gets every `stride`-th micro-batch; the others belong to other groups.
         row_multiple: the rows of a rank are padded to a multiple of this, and to at least this.
 
-    ValueError: no document has a row, or one has more than `tokens`.
+    Raises ValueError if no document has a row, or one has more than `tokens`.
     """
 
     def __init__(

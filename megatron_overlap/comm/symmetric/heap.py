@@ -37,9 +37,11 @@ class SymmetricBuffer:
 class HeapPool(BufferPool):
     """See `BufferPool`. A symmetric buffer is an arena of its own, with the flags of the messages that land in it.
 
-    A new or larger buffer is collective: it waits for all work of the ranks, and compares their requests. This occurs
-    in the first steps. A replay of a CUDA graph writes to the buffers, and runs no Python: after a capture the pool
-    recalls no content, and keeps the buffers that larger ones replace.
+    A new or larger buffer is collective: it waits for the work of the transport on all ranks, and compares their
+    requests. This occurs in the first steps.
+
+    A replay of a CUDA graph writes to the buffers without running Python. Therefore, after a capture, the pool recalls
+    no content and keeps the buffers that larger ones replace.
 
     Attributes:
         captured: whether a CUDA graph uses the buffers.
@@ -62,8 +64,10 @@ class HeapPool(BufferPool):
             self._of_graphs.append((buffer, self.buffer_of(buffer)))
 
     def _allocate(self, name: str, capacity: int, like: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
-        """See `BufferPool`. Raises a `TransportError` if the ranks took different symmetric buffers, or during a
-        capture."""
+        """See `BufferPool`.
+
+        Raises TransportError if the ranks took different symmetric buffers, or during a capture.
+        """
         if not (symmetric and capacity):
             return super()._allocate(name, capacity, like, symmetric=symmetric)
         self._buffers.pop((name, like.dtype), None)  # `map` frees its memory first

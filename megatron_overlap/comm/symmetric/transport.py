@@ -163,8 +163,10 @@ class SymmetricTransport:
         return self._staged_flags[epoch % 2]
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of this rank for chunks to send, after all copies from it. Later copies follow the present work, but
-        not the GEMM that the caller enqueues next: they wait for its flags."""
+        """Memory of this rank for chunks to send, after all copies from it.
+
+        Later copies follow the present work, but not the GEMM that the caller enqueues next: they wait for its flags.
+        """
         computing, copying, num_bytes = self.backend.computing, self.backend.copying, prod(shape) * dtype.itemsize
         computing.after(copying.mark())
         if self._staging.numel() < num_bytes:

@@ -26,9 +26,9 @@ ms, and a GEMM of 350 rows, 1024 and 2048 features 5 ms. Routing changes the row
 
 
 class Activated(NamedTuple):
-    """What backward needs of the activation of some rows: its inputs `[rows, F1]` and `[rows]`, and its output.
+    """What backward needs of the activation of some rows: both inputs, `[rows, F1]` and `[rows]`, and the output.
 
-    `output` `[rows, F2]` has the graph of its backward; None: backward computes it again.
+    `output` `[rows, F2]` keeps its autograd graph; None: backward computes it again.
     """
 
     hidden: torch.Tensor
@@ -110,7 +110,7 @@ class MLPExperts:
         """The calls that compute the weight gradients, and for each of `weights` its gradient after all calls.
 
         Args:
-            experts: the rows of each expert in the tensors.
+            experts: for each expert, which rows of `x`, `dhidden`, `activated` and `dy` are its tokens.
             x, dhidden, activated, dy: input of each layer, and gradient of its output.
             needed: for each of `weights` whether it has a gradient.
         """

@@ -66,8 +66,10 @@ class PartWork:
 
 
 class PartGather(PartWork):
-    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank, into `full`, a buffer of the
-    transport; None: new memory."""
+    """An all-gather of the rows `[rows, K]` of one part, in one message to each rank.
+
+    `full` is a buffer of the transport for the rows of all ranks; None: new memory.
+    """
 
     def __init__(self, transport: Transport, shard: torch.Tensor, op: str, full: torch.Tensor | None = None) -> None:
         num_rows, features = shard.shape[0] * transport.size, shard.shape[1]

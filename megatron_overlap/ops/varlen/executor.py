@@ -218,8 +218,11 @@ class _MovedRows:
         after_work: dict[Key, int],
         name: str,
     ) -> RowMessages:
-        """Posts the messages of a rebalancing. They read and write only the moved rows of `x` and `y`, which begin with
-        row `first_sent` of the source layout, and on each rank with `first_received` of the destination layout."""
+        """Posts the messages of a rebalancing.
+
+        They read and write only the moved rows of `x` and `y`. These begin with row `first_sent` of the source layout
+        and, on each rank, with row `first_received` of the destination layout.
+        """
         rank, numbered = self._transport.rank, [(move, (0, index, 0)) for index, move in enumerate(moves.moves)]
         sent = {key: slice(m.start - first_sent, m.stop - first_sent) for m, key in numbered if m.source == rank}
         firsts = [(key, move.at - first_received[move.to], move.rows) for move, key in numbered]

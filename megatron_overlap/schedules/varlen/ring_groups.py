@@ -54,8 +54,10 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query chunks and key chunks of one attention kernel call: one each if `masked`, where not every query sees every
-    key."""
+    """Query chunks and key chunks of one call of the attention kernel.
+
+    One of each if `masked`: not every query sees every key.
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -80,7 +82,7 @@ def attends(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
 
 
 def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int | None) -> list[Block]:
-    """The kernel calls that compute each visible query-key pair of these chunks, both ascending, once."""
+    """The kernel calls that together compute each visible pair of a query and a key once; both lists ascend."""
     bounds = ring.bounds
     masked: list[Block] = []
     full: dict[tuple[int, ...], list[int]] = {}

@@ -270,7 +270,7 @@ def paired_ratios(reference: Sequence[Sequence[float]], other: Sequence[Sequence
 def max_deviation(reference: Sequence[float | None], other: Sequence[float | None], what: str) -> float | None:
     """The largest relative difference between two series of the same length; None if they share no known value.
 
-    NotComparableError: at one iteration only one of the two is finite.
+    Raises NotComparableError if at one iteration only one of the two is finite.
     """
     largest: float | None = None
     for iteration, (a, b) in enumerate(zip(reference, other, strict=True), start=1):

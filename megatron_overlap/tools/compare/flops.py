@@ -162,7 +162,9 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
 def find_peak(
     device_name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int
 ) -> Peak:
-    """The peak rate for a run: from the table, or measured once on this machine. RunError: the measurement failed.
+    """The peak rate for a run: from the table, or measured once on this machine.
+
+    Raises RunError if the measurement failed.
 
     A measurement times large square GEMMs in the precision and with the threads of the run, on CPU on all ranks at
     once. Ranks that run together share caches, memory and clock rate, as they do in the run.

@@ -84,7 +84,10 @@ _Side = Launched[GenerationRecord]
 
 
 def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
-    """Reads what one launch of `scripts/generate_gpt.py` wrote. RunRecordError: a file is missing or incomplete."""
+    """Reads what one launch of `scripts/generate_gpt.py` wrote.
+
+    Raises RunRecordError if a file is missing or incomplete.
+    """
     path = run_dir / RESULT_FILE
     content = read_object(path)
     try:

@@ -41,7 +41,7 @@ class Log:
 
 
 def read_log(path: Path) -> Log:
-    """Read the log of one run. ConfigError: it cannot be read, has no iterations, or has more than one run."""
+    """Read the log of one run. Raises ConfigError if it cannot be read, has no iterations, or has more than one run."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -70,7 +70,10 @@ def read_log(path: Path) -> Log:
 
 
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
-    """Logs, the reference first, as sides of a comparison of common iterations. ConfigError: there are too few."""
+    """Logs, the reference first, as sides of a comparison of common iterations.
+
+    Raises ConfigError if there are too few.
+    """
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
         remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"

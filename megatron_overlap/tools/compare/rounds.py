@@ -36,7 +36,8 @@ class Selection:
 def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Selection:
     """Complete and check the configs of a comparison by their files. The runs of a single config are its `arms`.
 
-    `attribute` adds a run that sends the messages of the plugin without overlap. ConfigError: they are not comparable.
+    `attribute` adds a run that sends the messages of the plugin without overlap. Raises ConfigError if they are not
+    comparable.
     """
     file, overlapped, configs = _runs_of(given)
     needed = WARM_UP_ITERATIONS + 1
@@ -65,7 +66,8 @@ def select_generation(
     """As `select`, for configs that launch `scripts/generate_gpt.py` with every length of prompts and every batch.
 
     `prompt_tokens` None: `train.seq_length`, or as many tokens as the model has positions for, and a quarter of it. The
-    launches save no checkpoint and record no events. ConfigError: as `select`, or a config cannot generate.
+    launches save no checkpoint and record no events. Raises ConfigError as `select` does, and if a config cannot
+    generate.
     """
     file, _, configs = _runs_of(given)
     chosen = []

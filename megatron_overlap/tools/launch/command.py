@@ -259,7 +259,7 @@ def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, re
 def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     """The same job with as many iterations as autotuning needs, without checkpoints and evaluation.
 
-    ConfigError: the config `name` has neither tensor nor expert parallelism, no autotuning or no cache.
+    Raises ConfigError if the config `name` has neither tensor nor expert parallelism, no autotuning or no cache.
     """
     tensor, experts = cfg.overlap.tensor, cfg.overlap.expert.method == "auto" and cfg.expert_parallel_size > 1
     if cfg.parallel.tensor == 1 and not experts:

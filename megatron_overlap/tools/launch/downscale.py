@@ -53,8 +53,8 @@ class Change(NamedTuple):
 def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
     """A config for at most `max_ranks` ranks, named `NAME_rehearsal`, and its differences from `cfg`.
 
-    ConfigError: balanced attention has no data files with documents, or the layers need TransformerEngine and it is
-    not installed.
+    Raises ConfigError if balanced attention has no data files with documents, or the layers need TransformerEngine and
+    it is not installed.
     """
     if cfg.train.transformer_impl == "transformer_engine" and not transformer_engine_available():
         raise ConfigError(cfg.name, "train.transformer_impl", "transformer_engine", TE_MISSING)

@@ -120,7 +120,7 @@ class Netlab:
     def wrap(self, host: int | None, argv: Sequence[str]) -> list[str]:
         """A command line that executes `argv` on that host, with the same pid; None: in the namespace of the bridge.
 
-        NetlabError: the lab is not open.
+        Raises NetlabError if the lab is not open.
         """
         if not self._made:
             raise NetlabError("the lab is not open")

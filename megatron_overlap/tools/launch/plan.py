@@ -43,7 +43,7 @@ class LaunchPlan:
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
     """Plan a launch in the folder `run_dir`. `rendezvous`: HOST:PORT of the first node, for several nodes.
 
-    ConfigError: the training script does not exist.
+    Raises ConfigError if the training script does not exist.
     """
     program = ["-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     if cfg.launch.device == "cuda":
@@ -93,7 +93,8 @@ def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
     """The arguments of `python -m megatron_overlap`: training script, Megatron's arguments, the plugin's arguments.
 
-    `anywhere`: take `launch.entry` as written, even if this machine has no such file. ConfigError: it does not exist.
+    `anywhere`: take `launch.entry` as written, even if this machine has no such file. Raises ConfigError if it does not
+    exist.
     """
     name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
     script = resource_folder("scripts") / provided if name is None else Path(name)
@@ -153,7 +154,7 @@ _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which co
 def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
     """The text of a batch file, with the name of the file in the usage line. Several runs become a job array.
 
-    ConfigError: Slurm cannot run a config, or the runs need different job options.
+    Raises ConfigError if Slurm cannot run a config, or the runs need different job options.
     """
     first = configs[0]
     for config in configs:

@@ -291,7 +291,7 @@ def run_ranks(
 def free_port() -> int:
     """A free TCP port of loopback that the kernel gives to no outgoing connection before rank 0 listens on it.
 
-    OSError: none of 100 ports is free.
+    Raises OSError if none of 100 ports is free.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -320,7 +320,7 @@ def worker_commands(
 ) -> list[RankCommand]:
     """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab`.
 
-    ValueError: the lab has another number of ranks.
+    Raises ValueError if the lab has another number of ranks.
     """
     ranks_per_host, port = (world_size, free_port()) if lab is None else (lab.ranks_per_host, LAB_PORT)
     if lab is not None and lab.world_size != world_size:
@@ -357,8 +357,8 @@ def run_workers(
 ) -> None:
     """Run a Python script as `world_size` ranks and return when all ranks have ended.
 
-    The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. ValueError, RunError: as
-    `worker_commands` and `run_ranks`; the text names a log file, which stays.
+    The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError and RunError as
+    `worker_commands` and `run_ranks` do; the text names a log file, which stays.
     """
     commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
     folder = Path(tempfile.mkdtemp(prefix="megatron_overlap_"))

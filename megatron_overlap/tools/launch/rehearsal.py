@@ -98,7 +98,10 @@ def rehearse(
 
 
 def check_arguments(cfg: LaunchConfig, log_dir: Path) -> None:
-    """Pass the arguments of the launch, at its number of ranks, through Megatron's validation; RunError: refused."""
+    """Pass the arguments of the launch, at its number of ranks, through Megatron's validation.
+
+    Raises RunError if Megatron refuses them.
+    """
     code = "from megatron_overlap.adapters.training.bootstrap import validate_arguments; validate_arguments()"
     (command,) = worker_commands([sys.executable, "-c", code, *to_megatron_args(cfg)], 1)
     env = {**command.env, **gpu_env(cfg), "WORLD_SIZE": str(cfg.world_size)}

@@ -62,7 +62,7 @@ class RunRecord:
 def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
     """Read the records of `world_size` ranks; `iterations` is the number of their last step.
 
-    RunRecordError: a file is missing, unreadable or too short.
+    Raises RunRecordError if a file is missing, unreadable or too short.
     """
     files = [run_dir / f"steps-rank{rank}.jsonl" for rank in range(world_size)]
     ranks = [_read_steps(file, iterations) for file in files]
@@ -106,7 +106,7 @@ def _read_lines(path: Path, missing: str = "") -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. RunRecordError: the file is missing, or holds something else."""
+    """Reads a JSON object. Raises RunRecordError if the file is missing, or holds something else."""
     content = _read(path, json.loads, "JSON")
     if not isinstance(content, dict):
         raise RunRecordError(f"{path}: is not a JSON object")
@@ -141,7 +141,10 @@ def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed,
 
 
 def read_reports(run_dir: Path, world_size: int) -> PluginReport | None:
-    """Reads the plugin's report of a run; None if the plugin was off. RunRecordError: a report is unreadable."""
+    """Reads the plugin's report of a run; None if the plugin was off.
+
+    Raises RunRecordError if a report is unreadable.
+    """
     paths = [run_dir / f"report-rank{rank}.json" for rank in range(world_size)]
     reports = [read_object(path) for path in paths if path.exists()]
     if not reports:

@@ -211,7 +211,7 @@ def run_streams(
     """Simulate rank 0 for all ranks: its messages arrive when its own messages leave.
 
     The streams communicate concurrently. `order` has (stream, index of work) in computation order; None: the streams
-    one after the other. ValueError: deadlock; `check` in `tests/schedules/verify.py` finds its place.
+    one after the other. Raises ValueError at a deadlock; `check` in `tests/schedules/verify.py` finds its place.
     """
     if order is None:
         order = [(n, k) for n, stream in enumerate(streams) for k in range(len(stream.work))]

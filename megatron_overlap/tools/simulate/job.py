@@ -228,7 +228,7 @@ def _checks(job: Job) -> Iterator[tuple[bool | int, str]]:
 def job_of(config: LaunchConfig) -> Job:
     """The job of a launch config. `overlap.tensor.method`: p2p is the plugin, none the stock path, auto the faster one.
 
-    ValueError: the simulator does not model the model or the layout of the config.
+    Raises ValueError if the simulator does not model the model or the layout of the config.
     """
     known_model(config.megatron_args)
     tensor, parallel, train = config.overlap.tensor, config.parallel, config.train

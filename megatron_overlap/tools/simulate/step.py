@@ -32,8 +32,9 @@ class Unit(NamedTuple):
 
 
 def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]:
-    """The units of one stage in order. With several model chunks, stage s has the chunks s, s + stages, ..., and
-    `microbatches` is a multiple of `stages`.
+    """The units of one stage in order.
+
+    With several model chunks, stage s has the chunks s, s + stages, ..., and `microbatches` is a multiple of `stages`.
     """
 
     def unit(backward: bool, index: int) -> Unit:
