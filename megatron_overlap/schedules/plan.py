@@ -55,6 +55,7 @@ class _Layout:
     num_rows: int
     num_ranks: int
     chunks_per_rank: int = 1
+    _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_rows < 0:
@@ -62,6 +63,13 @@ class _Layout:
         check_positive(num_ranks=self.num_ranks, chunks_per_rank=self.chunks_per_rank)
 
     def rows(self, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and stop row of `chunk`."""
+        found = self._rows.get(chunk)
+        if found is None:
+            found = self._rows[chunk] = self._rows_of(chunk)
+        return found
+
+    def _rows_of(self, chunk: Chunk) -> tuple[int, int]:
         raise NotImplementedError
 
     def num_chunk_rows(self, chunk: Chunk) -> int:
@@ -83,7 +91,6 @@ class ChunkLayout(_Layout):
     """
 
     small: Small | None = None
-    _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shard(self, owner: int) -> tuple[int, int]:
         """Return the start and stop row of the shard of `owner`."""
@@ -94,14 +101,10 @@ class ChunkLayout(_Layout):
         start, stop = self.shard(owner)
         return stop - start
 
-    def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Return the start and stop row of `chunk` in the gathered activation."""
-        found = self._rows.get(chunk)
-        if found is None:
-            first, last = self.shard(chunk.owner)
-            start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
-            found = self._rows[chunk] = first + start, first + stop
-        return found
+    def _rows_of(self, chunk: Chunk) -> tuple[int, int]:
+        first, last = self.shard(chunk.owner)
+        start, stop = _cut_parts(last - first, self.chunks_per_rank, chunk.part, self.small)
+        return first + start, first + stop
 
     def rows_in_shard(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk`, relative to the first row of its owner's shard."""
@@ -122,8 +125,7 @@ class PartLayout(_Layout):
         ValueError: a count is below one, or `num_rows` is negative.
     """
 
-    def rows(self, chunk: Chunk) -> tuple[int, int]:
-        """Return the start and stop row of `chunk`."""
+    def _rows_of(self, chunk: Chunk) -> tuple[int, int]:
         first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
