@@ -140,6 +140,8 @@ class Session(AbstractContextManager["Session"]):
         """Begins the next training step, or step `number`."""
         for adapter in self._adapters.values():
             adapter.step_ended()
+        if "transports" in self.__dict__:
+            self.transports.free_replaced()
         self.step = self.step + 1 if number is None else number
 
     def consistency_facts(self) -> dict[str, str]:

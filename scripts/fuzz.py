@@ -1,11 +1,13 @@
-"""Generated configs, command lines and op calls: whatever is asked for works, or is refused in one line.
+"""Generated configs, command lines, op calls and trainings: whatever is asked for works, or is refused in one line.
 
     python scripts/fuzz.py --configs 10000 --calls 2000 --seed 0
+    python scripts/fuzz.py --configs 0 --calls 0 --trainings 100 --seed 0
 
 Configs and command lines run in this process, as the command `megatron-overlap launch --dry-run` runs them: 0 done, or
 exit code 2 with one line; anything else is a failure and is printed with its number, which with the seed makes it again
 (`--only N`). Op calls run on 2 to 4 ranks, with shapes, types, cuts, patterns and lateness drawn, against their
-references within the bound of docs/numerics.md.
+references within the bound of docs/numerics.md. Trainings are launches of `trust/launches.py`, three fp32 steps on CPU
+ranks; loss and grad-norm equal those of the stock path. One that the stock path does not run counts as `stock failed`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
+import json
 import os
 import random
+import re
+import shutil
 import sys
 import tempfile
 import traceback
@@ -28,8 +34,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_overlap.cli import main as command  # noqa: E402
-from megatron_overlap.config import LaunchConfig, OverlapConfig  # noqa: E402
+from megatron_overlap.config import ConfigError, LaunchConfig, OverlapConfig, load_launch_config  # noqa: E402
 from megatron_overlap.config.launch import PRESETS  # noqa: E402
+from megatron_overlap.config.loading import without_overlap  # noqa: E402
+from megatron_overlap.tools.launch.plan import execute, plan  # noqa: E402
+from megatron_overlap.tools.launch.processes import RunError  # noqa: E402
+from scripts.trust.deviations import FP32_BOUND, Curves, deviation  # noqa: E402
+from scripts.trust.launches import drawn_launch  # noqa: E402
 
 WORDS = [
     "auto",
@@ -232,17 +243,71 @@ def fuzz_calls(count: int, seed: int) -> int:
     return failed
 
 
+def one_training(seed: int, number: int, folder: Path) -> tuple[str, str]:
+    """What came of it: `equal`, `refused`, `stock failed` or `failed`, and the reason."""
+    content = drawn_launch(random.Random(f"{seed} {number}"))
+    content |= {"name": f"t{number}", "data": {"kind": "mock"}}
+    path = folder / f"{number}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    try:
+        config = load_launch_config(path)
+    except ConfigError as error:
+        return "refused", str(error)
+    # Megatron has no Ulysses on the CPU: its schedule without overlap is the stock path here.
+    found: list[Curves] = []
+    for what, launch in (("stock", without_overlap(config)), ("plugin", config)):
+        run_dir = folder / f"{number}-{what}"
+        try:
+            execute(plan(launch, run_dir))
+        except ConfigError as error:
+            return "refused", str(error)
+        except RunError as error:
+            if re.search(r"megatron_overlap\.[\w.]+Error: ", str(error)):  # an error of the plugin names the remedy
+                return "refused", str(error)
+            return "failed" if what == "plugin" else "stock failed", str(error)
+        lines = (run_dir / f"steps-rank{config.world_size - 1}.jsonl").read_text().splitlines()
+        found.append({row["iteration"]: row for row in map(json.loads, lines)})
+    off = deviation(found[1], found[0], sorted(found[0]))
+    modules = json.loads((run_dir / "report-rank0.json").read_text())["modules"]
+    overlapped = sum(module["overlapped"] for module in modules)
+    others = sum(count for module in modules for count in module["fallbacks"].values())
+    text = ", ".join(f"{name} {value:.1e}" for name, value in off.items())
+    text += f"; {overlapped} calls overlapped, {others} not"
+    return "equal" if found[0] and max(off.values()) <= FP32_BOUND else "failed", text
+
+
+def fuzz_trainings(count: int, seed: int, only: int | None) -> int:
+    """The number of failures. Their configs and logs stay."""
+    tally: Counter[str] = Counter()
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-trainings-"))
+    numbers = itertools.count() if only is None else iter([only])
+    while tally.total() - tally["refused"] < count and (number := next(numbers, None)) is not None:
+        what, why = one_training(seed, number, folder)
+        tally[what] += 1
+        errors = [line for line in why.splitlines() if re.search(r"[Ee]rror\b", line)]
+        shown = why if what == "failed" else (errors or [why.partition("\n")[0]])[-1]
+        print(f"training {number}: {what}: {shown}", flush=True)
+        if what != "failed":
+            for made in folder.glob(f"{number}-*"):
+                shutil.rmtree(made)
+    print(f"trainings: {dict(tally)}, seed {seed}; configs, and the logs of failures: {folder}")
+    return tally["failed"]
+
+
 def main() -> int:
     """0: no failure; 1: some."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=int, default=10_000)
     parser.add_argument("--calls", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="one config, by its number")
+    parser.add_argument("--trainings", type=int, default=0, help="half a minute each")
+    parser.add_argument("--only", type=int, help="one config, or one training with --configs 0, by its number")
     options = parser.parse_args()
     failures = fuzz_configs(options.configs, options.seed, options.only) if options.configs else 0
     if options.calls and options.only is None:
         failures += fuzz_calls(options.calls, options.seed)
+    if options.trainings:
+        failures += fuzz_trainings(options.trainings, options.seed, None if options.configs else options.only)
     return int(failures > 0)
 
 

@@ -71,6 +71,9 @@ class BufferPool:
     def _replace(self, buffer: torch.Tensor | None) -> None:
         """Called with a buffer before a larger one takes its place; None for a new name."""
 
+    def free_replaced(self) -> None:
+        """Free symmetric buffers that larger ones have replaced. Called between training steps."""
+
     def forget(self) -> None:
         """Drop all tensors of earlier calls, and what is derived from them."""
         self._taken.clear()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.nccl import NcclTransport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, Transport, TransportOptions
 
 CHANNELS: Mapping[str, str] = {
@@ -64,6 +65,13 @@ class Transports:
         for each in list(self._open) if group is None else [group]:
             for transport in dict.fromkeys(self._open.pop(each, {}).values()):
                 transport.close()
+
+    def free_replaced(self) -> None:
+        """Free the symmetric buffers that larger ones have replaced. Call it between training steps."""
+        for channels in self._open.values():
+            for transport in channels.values():
+                inside = transport.inside if isinstance(transport, CopyNodesTransport) else transport
+                inside.buffer_pool.free_replaced()
 
     def buffers(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Iterate over the open transports: channel and ranks in words, and bytes by buffer."""

@@ -1,7 +1,7 @@
 """Protocols of point-to-point transports: ordered messages between the ranks of one group, beside the computation."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
 
@@ -94,18 +94,31 @@ def message_text(message: Message, number: int, ranks: Sequence[int], *, sends: 
     return f"{way[0]} message {number} (chunk {part} of rank {ranks[owner]}) {way[1]} rank {ranks[peer]}"
 
 
-@dataclass(slots=True, eq=False)
 class Repeated:
     """An operation that is repeated with the same buffers, and each time with other own rows.
 
-    Attributes:
-        build: returns the transfers of the own rows of a call. A send is rows of them, or of a buffer.
-        prepared: what a transport derives from the transfers, apart from the own rows, by name of the operation; set by
-            the first call.
+    A subclass defines `build`. A function of the owner of the buffers would be a reference cycle, and the buffers would
+    live until the garbage collector runs, which Megatron's `--manual-gc` delays.
     """
 
-    build: Callable[[torch.Tensor | None], Sequence[Transfer]]
-    prepared: dict[str, Any] = field(default_factory=dict)
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What a transport derives from the transfers, apart from the own rows, by name of the operation."""
+        return {}
+
+    def build(self, own: torch.Tensor | None) -> Sequence[Transfer]:
+        """Return the transfers of the own rows of a call. A send is rows of them, or of a buffer."""
+        raise NotImplementedError
+
+
+class RepeatedTransfers(Repeated):
+    """The same transfers in each call: all sends are rows of buffers."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def build(self, own: torch.Tensor | None) -> Sequence[Transfer]:
+        return self._transfers
 
 
 class Exchange(Sequence[Transfer]):

@@ -18,7 +18,7 @@ from itertools import count
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.comm.transport import Exchange, Repeated, RepeatedTransfers, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.wgrad import add_terms, add_wide, like_fp32
 from megatron_overlap.schedules import Chunk, ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
@@ -119,12 +119,11 @@ class GradientReduce:
             self._pending[0].wait()
 
 
-class _Shards:
+class _Shards(Repeated):
     """The received shards of buckets of one layout in a buffer, and the messages of each such bucket."""
 
     def __init__(self, plan: Plan, layout: ChunkLayout, buffer: torch.Tensor) -> None:
         self._plan, self._layout, self._buffer = plan, layout, buffer
-        self.repeated = Repeated(self._transfers)
 
     def terms(self, owner: int) -> list[torch.Tensor]:
         """By piece, what `owner` receives, `[R - 1, elements]`: by distance of the source."""
@@ -133,15 +132,15 @@ class _Shards:
         terms = self._buffer[: sum(lengths) * others].split([length * others for length in lengths])
         return [each.view(others, length) for each, length in zip(terms, lengths, strict=True)]
 
-    def _transfers(self, bucket: torch.Tensor | None) -> list[Transfer]:
-        assert bucket is not None
+    def build(self, own: torch.Tensor | None) -> list[Transfer]:
+        assert own is not None
         rank, size = self._plan.rank, self._layout.num_ranks
         terms, transfers = [self.terms(owner) for owner in range(size)], []
         for message in self._plan.messages:
-            (to, part), own = message.send, message.recv.part
-            received = terms[rank][own][(rank - message.source) % size - 1]
+            to, part = message.send
+            received = terms[rank][message.recv.part][(rank - message.source) % size - 1]
             lands = terms[to][part][(to - rank) % size - 1]
-            send = bucket[slice(*self._layout.rows(message.send))]
+            send = own[slice(*self._layout.rows(message.send))]
             transfers.append(Transfer(message, send, received, lands=lands))
         return transfers
 
@@ -167,7 +166,7 @@ class Reduction:
         of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
         shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
-        self._p2p_work = transport.begin(Exchange(shards.repeated, bucket, together=True), "gradient reduce-scatter")
+        self._p2p_work = transport.begin(Exchange(shards, bucket, together=True), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:
@@ -243,7 +242,7 @@ class Gathering:
         for message in self._messages:
             send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
             transfers.append(Transfer(message, bucket[send], bucket[recv]))
-        self._p2p_work = transport.begin(Exchange(Repeated(lambda own: transfers), together=True), op)
+        self._p2p_work = transport.begin(Exchange(RepeatedTransfers(transfers), together=True), op)
         self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:

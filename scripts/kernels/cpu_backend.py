@@ -168,6 +168,9 @@ class CpuBackend:
         self._thread.join()
         self._host_group.barrier()
 
+    def free_replaced(self) -> None:
+        """Return: a replaced arena is freed with its last view."""
+
     def all_gather_text(self, text: str) -> list[str]:
         return self._host_group.all_gather_text(text)
 

@@ -51,7 +51,7 @@ def deviation(curves: Curves, from_: Curves, iterations: Sequence[int]) -> dict[
             value, true = (each.get(iteration, {}).get(name) for each in (curves, from_))
             if value is None or true is None:
                 return dict.fromkeys(NAMES, INFINITE)
-            off = abs(value - true) / abs(true)
+            off = abs(value - true) / (abs(true) or 1.0)  # frozen layers have a grad-norm of 0
             # Not `max` alone: it passes over what is not a number.
             found[name] = max(found[name], off) if off == off else INFINITE
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import get_args
 
 import torch
@@ -155,15 +157,37 @@ def compare(group: dist.ProcessGroup, name: str, num_steps: int) -> list[int]:
 
     Return the steps whose results differ between copies and messages.
     """
-    operation = OPERATIONS[name]
-    messages = [OrderedTransport(GlooTransport(group)) for _ in range(2)]
-    copies = [CopyTransport(CpuBackend(HostGroup(group))), OrderedTransport(GlooTransport(group))]
-    different = []
-    for step in range(1, num_steps + 1):
-        got, expected = operation(copies, group, step), operation(messages, group, step)
-        if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
-            different.append(step)
+    operation, different = OPERATIONS[name], []
+    with opened(group) as (copies, messages):
+        for step in range(1, num_steps + 1):
+            got, expected = operation(copies, group, step), operation(messages, group, step)
+            if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
+                different.append(step)
+    return different
+
+
+@contextmanager
+def opened(group: dist.ProcessGroup) -> Iterator[tuple[list[Transport], list[Transport]]]:
+    """Transports of copies and of messages, two of each: see `Operation`."""
+    messages: list[Transport] = [OrderedTransport(GlooTransport(group)) for _ in range(2)]
+    copies: list[Transport] = [CopyTransport(CpuBackend(HostGroup(group))), OrderedTransport(GlooTransport(group))]
+    yield copies, messages
     dist.barrier(group)
     for transport in (*copies, *messages):
         transport.close()
-    return different
+
+
+def num_uncollected(group: dist.ProcessGroup, name: str) -> list[int]:
+    """Tensors that only the garbage collector frees after an operation over copies, and over messages."""
+    found = []
+    with opened(group) as both:
+        for transports in both:
+            OPERATIONS[name](transports, group, 1)
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            OPERATIONS[name](transports, group, 2)
+            gc.collect()
+            found.append(sum(isinstance(each, torch.Tensor) for each in gc.garbage))
+            gc.set_debug(0)
+            gc.garbage.clear()
+    return found

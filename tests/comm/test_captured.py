@@ -41,3 +41,9 @@ def test_a_hundred_replays_in_processes(
 @pytest.mark.parametrize("name", operations_workers.OPERATIONS)
 def test_other_operations_in_processes(world: World, num_ranks: int, name: str) -> None:
     assert world.run(num_ranks, operations_workers.compare, name, 10) == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("name", operations_workers.OPERATIONS)
+def test_no_tensor_waits_for_the_garbage_collector(world: World, name: str) -> None:
+    """Megatron's `--manual-gc` runs it once in many steps."""
+    assert world.run(2, operations_workers.num_uncollected, name) == [[0, 0]] * 2

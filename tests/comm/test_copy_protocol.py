@@ -272,7 +272,7 @@ def test_what_a_call_enqueues() -> None:
         num_bytes = others * rows * 64 * 4
         assert counted == [(num_bytes, others, 2 * others, 2 * others, marks)] * 3
         *_, (_, rows_of) = transport.buffer_pool.derived.values()
-        (prepared,) = rows_of.repeated.prepared.values()
+        (prepared,) = rows_of.prepared.values()
         assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in prepared.all)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +10,10 @@ import pytest
 import torch
 
 from megatron_overlap.comm import TransportError, TransportOptions
-from megatron_overlap.comm.symmetric import cuda
-from megatron_overlap.comm.symmetric.backend import _NUM_ONCE, FlagStep, Note, Wait, Waits
+from megatron_overlap.comm.symmetric.backend import _NUM_ONCE, Wait, Waits
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
-from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
 from tests.comm.copy_protocol import RecordedBackend, Recording
@@ -94,131 +89,6 @@ def test_a_watchdog_reports_once_and_never_a_program_that_moves() -> None:
     watchdog.close()
     assert reports == [7]
     assert looks[0] == 60 + 10
-
-
-class Driver:
-    """Records the calls of the driver of one stream, and writes the words of copies."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[Any] = []
-        self.sources = torch.tensor([1, 0], dtype=torch.int32)
-        monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
-        monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
-
-    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> int:
-        value = self.sources[(source - self.sources.data_ptr()) // 4].item()
-        self.calls.append(("copy", to, num_bytes, value, stream))
-        return 0
-
-    def write(self, stream: int, address: int, value: int, flags: int) -> int:
-        assert stream == 17
-        self.sources[(address - self.sources.data_ptr()) // 4] = value
-        return 0
-
-    def wait(self, stream: int, address: int, value: int, flags: int) -> int:
-        self.calls.append(("wait", address, value, stream))
-        return 0
-
-    def batch(self, stream: int, count: int, ops: Any, flags: int) -> int:
-        assert count == len(ops)
-        self.calls.append([(op.operation, op.address, op.value) for op in ops])
-        return 0
-
-
-def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, words = Driver(monkeypatch), torch.zeros(8, dtype=torch.int32)
-    driver.queue.write(words, 3, 41)
-    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=True) for position in (2, 6)]))
-    driver.queue.write(words, 3, 42)
-    at = words.data_ptr()
-    assert driver.calls == [
-        ("copy", at + 12, 4, 41, 17),
-        ("copy", at + 8, 4, 1, 17),
-        ("copy", at + 24, 4, 1, 17),
-        ("copy", at + 12, 4, 42, 17),
-    ]
-
-
-def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(monkeypatch)
-    notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    steps = [FlagStep(words, 2, sets=True), FlagStep(words, 5, False, Note(notes, 1, 70000))]
-    driver.queue.run(driver.queue.prepare(steps))
-    flag, word, write, wait = words.data_ptr(), notes.data_ptr() + 4, cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
-    assert driver.calls == [
-        ("copy", flag + 8, 4, 1, 17),
-        [(write, word, 70000), (wait, flag + 20, 1), (write, flag + 20, 0), (write, word, 0)],
-    ]
-
-
-def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, words = Driver(monkeypatch), torch.zeros(200, dtype=torch.int32)
-    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=False) for position in range(200)]))
-    assert [len(call) for call in driver.calls] == [255, 145]
-    waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
-    assert waits == [words.data_ptr() + 4 * position for position in range(200)]
-
-
-def test_a_new_buffer_waits_for_the_streams_of_its_transport_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device may run a receive of a pipeline stage, whose sender waits for a new buffer too."""
-    Driver(monkeypatch)
-    waited, handle = list[Any](), [3]
-    streams = [
-        SimpleNamespace(cuda_stream=number, synchronize=partial(waited.append, number), record_event=object)
-        for number in range(7)
-    ]
-    copying = iter(streams[5:])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: handle[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[handle[0]])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: next(copying))
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
-    group: Any = SimpleNamespace(rank=0, size=2, ranks=range(2), group="g", barrier=partial(waited.append, "ranks"))
-    backend = cuda.CudaBackend(group)
-    backend.queue()
-    backend.computing.mark()
-    handle[0] = 4  # a stream of gradient sums
-    backend.computing.mark()
-    backend.barrier()
-    assert waited == [3, 4, 5, 6, "ranks"]
-
-
-@pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
-def test_copies_have_the_deadline_of_the_session_or_group(
-    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float
-) -> None:
-    options = SimpleNamespace(_timeout=timedelta(seconds=40))
-    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
-    members = opened_on(monkeypatch, Nodes(1, 2))
-    transport = cuda.open_copies(group, TransportOptions("copies", timeout_s=limit_s))
-    assert isinstance(transport, CopyTransport)
-    assert transport._timeout_s == expected
-    assert members == [range(2)]
-    transport.close()
-
-
-def opened_on(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> list[range]:
-    """Let rank 1 open copies on `nodes`; returns the ranks between which it does, once it has."""
-    members: list[range] = []
-    monkeypatch.setattr(cuda, "probe_symmetric_memory", lambda group: nodes)
-    monkeypatch.setattr(cuda.dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(cuda, "HostGroup", lambda group, ranks: members.append(ranks))
-    monkeypatch.setattr(cuda, "CudaBackend", lambda host_group: RecordedBackend(0, 1, {}))
-    return members
-
-
-def test_copies_stay_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    members, group = opened_on(monkeypatch, Nodes(2, 2)), SimpleNamespace()
-    options, between = TransportOptions("copies", timeout_s=7.0), SimpleNamespace(rank=1, size=4)
-    between.buffer_pool = between.on_device = None
-    assert cuda.open_copies(group, options) == "the group spans 2 hosts"  # type: ignore[arg-type]
-    transport: Any = cuda.open_copies(group, options, lambda group: between)  # type: ignore
-    assert isinstance(transport, CopyNodesTransport)
-    assert (transport.between, transport.size, members) == (between, 4, [range(2)])
-    transport.close()
 
 
 def test_replays_move_although_they_wait_for_the_same_message() -> None:

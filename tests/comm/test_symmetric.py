@@ -21,7 +21,7 @@ from megatron_overlap.comm.symmetric.cuda import (
     _register_group,
     _with_deadline,
     local_unsupported_reason,
-    probe_symmetric_memory,
+    open_backend,
 )
 from megatron_overlap.comm.symmetric.transport import MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
@@ -75,7 +75,7 @@ def one_rank_does_not_respond(group: dist.ProcessGroup) -> str:
 
 
 def probe(group: dist.ProcessGroup) -> object:
-    return probe_symmetric_memory(group, deadline_s=30)
+    return open_backend(group, deadline_s=30)
 
 
 def test_all_ranks_return_the_same_reason(world: World) -> None:

@@ -256,6 +256,9 @@ class LinearAdapter(Adapter):
         finally:
             self._unread = None
 
+    def step_ended(self) -> None:
+        self._fused_transports.free_replaced()
+
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
         for transports in (self._transports, self._part_gathers):
@@ -332,6 +335,12 @@ class FusedTransports:
             for size, inside in opened
             if inside.num_bytes
         ]
+
+    def free_replaced(self) -> None:
+        """Frees the arenas that larger ones have replaced; see `SymmetricBackend.free_replaced`."""
+        for transport in self._transports.values():
+            if not isinstance(transport, str):
+                inside_host(transport).backend.free_replaced()
 
     def close(self) -> None:
         """Frees the symmetric memory of all groups."""

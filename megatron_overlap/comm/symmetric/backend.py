@@ -93,7 +93,13 @@ class SymmetricBackend(Protocol):
         """Allocate an arena of `num_bytes` on every rank and return the arenas of all ranks, uint8. Collective.
 
         All bytes are zero. Earlier arenas of the same name become invalid: no rank may use them any more.
+
+        Raises:
+            TransportError: a rank has no memory left.
         """
+
+    def free_replaced(self) -> None:
+        """Free the arenas that `map` has replaced. torch then waits for the whole device: call it between steps."""
 
     def barrier(self) -> None:
         """Block until all ranks have called it and have completed their work."""

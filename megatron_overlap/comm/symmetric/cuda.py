@@ -4,10 +4,12 @@ It requires torch only: no NVSHMEM and no MPI. Processes that share one GPU have
 """
 
 import ctypes
+import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from itertools import batched, groupby
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.host_group import HostGroup, store_beside
+from megatron_overlap.comm.host_group import HostGroup, cause_of, store_beside
 from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
@@ -48,10 +50,10 @@ def local_unsupported_reason() -> str:
     return ""
 
 
-def probe_symmetric_memory(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> Nodes | str:
-    """Return the placement of the ranks on hosts, or why they cannot use symmetric memory. Collective.
+def open_backend(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> "tuple[CudaBackend, Nodes] | str":
+    """Return the memory of the ranks of this host and the placement of all ranks, or why there is none. Collective.
 
-    All ranks return the same value. The ranks of each host map an arena, write to each peer and read the result.
+    All ranks return the same reason. The ranks of each host map an arena, write to each peer and read the result.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
@@ -68,8 +70,9 @@ def probe_symmetric_memory(group: dist.ProcessGroup, *, deadline_s: float = 60.0
     # A new thread starts on device 0, not on the current device of this thread.
     device = torch.cuda.current_device()
     host_group = HostGroup(group, nodes.members(nodes.node(rank)))
-    text = _with_deadline(lambda: _trial(host_group, device), deadline_s)
-    return first_unsupported_reason(store, rank, size, "trial", text, deadline_s) or nodes
+    opened: list[CudaBackend] = []
+    text = _with_deadline(lambda: _trial(host_group, device, opened), deadline_s)
+    return first_unsupported_reason(store, rank, size, "trial", text, deadline_s) or (opened[0], nodes)
 
 
 def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
@@ -88,10 +91,14 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     return results[0] if results else f"mapping the memory of peers did not finish within {deadline_s:g} s"
 
 
-def _trial(host_group: HostGroup, device: int) -> str:
-    """Write this rank's number to each peer and set flags of all peers as copies do; compare the numbers."""
+def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> str:
+    """Write this rank's number to each peer and set flags of all peers as copies do; compare the numbers.
+
+    `opened` gets the backend, whose arena lives as long: to free it would synchronise the device.
+    """
     torch.cuda.set_device(device)
     backend = CudaBackend(host_group)
+    opened.append(backend)
     words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
     for peer in range(backend.size):
         backend.computing.write(words[peer], backend.rank, backend.rank + 1)
@@ -255,11 +262,29 @@ def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
     return name, group
 
 
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Let torch make no multicast object of an arena. Nothing here uses it, and a failure may block the peers.
+
+    Source: github.com/pytorch/pytorch/pull/195596. torch reads the variable at each rendezvous.
+    """
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class CudaBackend:
     """`SymmetricBackend` over torch's SymmetricMemory, on the current device.
 
     Args:
-        host_group: ranks for which `probe_symmetric_memory` succeeded.
+        host_group: ranks of one host. `open_backend` tests whether they reach each other's memory.
     """
 
     def __init__(self, host_group: HostGroup) -> None:
@@ -279,15 +304,26 @@ class CudaBackend:
         self.copying = self.queue()
         # Arenas by name, with the handles that keep the memory of the peers mapped.
         self._arenas: dict[str, tuple[torch.Tensor, object]] = {}
+        self._replaced: list[tuple[torch.Tensor, object]] = []
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
-        if self._arenas.pop(name, None) is not None:
-            self._synchronize()
-        arena = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
+        if (replaced := self._arenas.pop(name, None)) is not None:
+            self._replaced.append(replaced)
+        reason = ""
+        try:
+            # Without the memory pool of `symmetric.empty`, in which the places of arenas may differ between the ranks.
+            arena = symmetric._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device).zero_()
+        except RuntimeError as error:
+            reason = f"rank {self.ranks[self.rank]}: {cause_of(error)}"
         self._synchronize()  # the peers may write when they have mapped it
-        handle = symmetric.rendezvous(arena, self._name)
+        # The rendezvous holds Python's lock, so no deadline ends the wait for a rank that has no memory.
+        reasons = list(filter(None, self._host_group.all_gather_text(reason)))
+        if reasons:
+            raise TransportError(f"symmetric memory, {num_bytes} bytes: {'; '.join(reasons)}")
+        with _without_multicast():
+            handle = symmetric.rendezvous(arena, self._name)
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
@@ -305,6 +341,9 @@ class CudaBackend:
         for queue in self._queues:
             queue.synchronize()
 
+    def free_replaced(self) -> None:
+        self._replaced.clear()
+
     def all_gather_text(self, text: str) -> list[str]:
         return self._host_group.all_gather_text(text)
 
@@ -319,6 +358,7 @@ class CudaBackend:
         if self._arenas:
             torch.cuda.synchronize(self.device)
             self._arenas.clear()
+            self._replaced.clear()
 
 
 def open_copies(
@@ -331,12 +371,13 @@ def open_copies(
     All ranks return the same reason. `between` opens the messages of a group that spans several hosts; None: such a
     group has no copies.
     """
-    nodes = probe_symmetric_memory(group)
-    if isinstance(nodes, str):
-        return nodes
+    opened = open_backend(group)
+    if isinstance(opened, str):
+        return opened
+    backend, nodes = opened
     if nodes.num_nodes > 1 and between is None:
+        backend.close()
         return f"the group spans {nodes.num_nodes} hosts"
-    backend = CudaBackend(HostGroup(group, nodes.members(nodes.node(dist.get_rank(group)))))
     limit_s = options.timeout_s or group._get_backend(backend.device).options._timeout.total_seconds()
     inside = CopyTransport(backend, replace(options, timeout_s=limit_s))
     return inside if between is None or nodes.num_nodes == 1 else CopyNodesTransport(inside, between(group), nodes)

@@ -70,7 +70,7 @@ class HeapPool(BufferPool):
         """
         if not (symmetric and capacity):
             return super()._allocate(name, capacity, like, symmetric=symmetric)
-        self._buffers.pop((name, like.dtype), None)  # `map` frees its memory first
+        self._buffers.pop((name, like.dtype), None)  # on a host the memory is freed with it
         buffer = self._buffers[name, like.dtype] = self._map(name, like.dtype, capacity * like.itemsize)
         return buffer.data[self._backend.rank].view(like.dtype)
 
@@ -91,6 +91,9 @@ class HeapPool(BufferPool):
         arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), name)
         words = [arena[begin:].view(torch.int32) for arena in arenas]
         return SymmetricBuffer([arena[:num_bytes] for arena in arenas], words)
+
+    def free_replaced(self) -> None:
+        self._backend.free_replaced()
 
     def buffer_of(self, tensor: torch.Tensor) -> SymmetricBuffer | None:
         """The symmetric buffer of which `tensor` is a part; None if there is none."""

@@ -89,7 +89,7 @@ class PipelinedAllGather:
         if repeats and transport.prepares and len(shard) == 1:
             self.rows = repeated(transport, (plan, layout, into[0]), lambda: _GatheredRows(plan, layout, into))
             self._has_own_rows = whole
-            exchange = Exchange(self.rows.repeated, shard[0], self.rows.own[0] if whole else None)
+            exchange = Exchange(self.rows, shard[0], self.rows.own[0] if whole else None)
             self._p2p_work = transport.begin(exchange, op)
         else:
             self.rows = _GatheredRows(plan, layout, into)
@@ -173,8 +173,8 @@ class PipelinedAllGather:
         self._p2p_work.wait_all()
 
 
-class WorkRows:
-    """The rows of the GEMMs of a plan, which are all rows.
+class WorkRows(Repeated):
+    """The rows of the GEMMs of a plan, which are all rows, and its messages.
 
     Attributes:
         of_work: start and stop by work of the plan, without work that has no GEMM.
@@ -212,10 +212,8 @@ class _GatheredRows(WorkRows):
         """The own rows among the gathered ones."""
         return tuple(each[slice(*self._layout.shard(self._plan.rank))] for each in self._full)
 
-    @cached_property
-    def repeated(self) -> Repeated:
-        """The messages, for other own rows in each call."""
-        return Repeated(lambda own: self.transfers(() if own is None else (own,)))
+    def build(self, own: torch.Tensor | None) -> list[Transfer]:
+        return self.transfers(() if own is None else (own,))
 
     def transfers(self, shard: Payload) -> list[Transfer]:
         """The messages of the own rows `shard`."""

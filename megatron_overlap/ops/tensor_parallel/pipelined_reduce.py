@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
 from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide, like_fp32
@@ -25,7 +25,6 @@ class _ScatteredRows(WorkRows):
         of_partial: by work of the plan.
         of_sources: received rows by source, `[R - 1, own rows, F]`; of a ring `[rows, F]`.
         received: by message.
-        repeated: the messages.
     """
 
     def __init__(
@@ -54,7 +53,10 @@ class _ScatteredRows(WorkRows):
                 message = replace(message, not_before=len(plan.work) - (not transfers))
             lands = terms[first : first + stop - start]
             transfers.append(Transfer(message, partial[start:stop], received, lands=lands))
-        self.repeated = Repeated(lambda own: transfers)
+        self._transfers = transfers
+
+    def build(self, own: torch.Tensor | None) -> list[Transfer]:
+        return self._transfers
 
 
 class PipelinedReduceScatter:
@@ -99,7 +101,7 @@ class PipelinedReduceScatter:
         of = plan, layout, partial, terms, hidden
         self.rows = repeated(transport, of, lambda: _ScatteredRows(*of))
         self._partial, self._received = partial, self.rows.received
-        self._p2p_work = transport.begin(Exchange(self.rows.repeated), op)
+        self._p2p_work = transport.begin(Exchange(self.rows), op)
         self._done = 0
 
     @property
@@ -261,7 +263,6 @@ class _SummedRows(WorkRows):
         gathers: the messages that receive sums.
         sums: start and stop of each own chunk, and its rows of `summed`, by part; empty without `summed`.
         num_sent: rows that this rank sends.
-        repeated: the messages of a result.
     """
 
     def __init__(self, plan: Plan, layout: PartLayout, terms: torch.Tensor, summed: torch.Tensor | None) -> None:
@@ -293,14 +294,13 @@ class _SummedRows(WorkRows):
         own = [layout.rows(Chunk(plan.rank, part)) for part in range(len(parts))]
         self.sums = [(rows, sums[: rows[1] - rows[0]]) for rows, sums in zip(own, parts, strict=True)]
         self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
-        self.repeated = Repeated(self._transfers)
 
-    def _transfers(self, out: torch.Tensor | None) -> list[Transfer]:
-        """The messages of the result `out`."""
-        assert out is not None
+    def build(self, own: torch.Tensor | None) -> list[Transfer]:
+        """The messages of a result."""
+        assert own is not None
         transfers = []
         for k, message in enumerate(self._plan.messages):
-            send, recv = (out[slice(*self._layout.rows(chunk))] for chunk in (message.send, message.recv))
+            send, recv = (own[slice(*self._layout.rows(chunk))] for chunk in (message.send, message.recv))
             if k in self.received:
                 transfers.append(Transfer(message, send, self.received[k], lands=self._lands[k]))
             elif self.sums:
@@ -357,7 +357,7 @@ class PipelinedAllReduce:
         self._rows_of_out = self.rows.split(out)
         self._done = 0
         self._finished = False
-        self._p2p_work = transport.begin(Exchange(self.rows.repeated, out, cut=self._rows_of_out), op)
+        self._p2p_work = transport.begin(Exchange(self.rows, out, cut=self._rows_of_out), op)
 
     def compute(self, gemm: GemmInto) -> None:
         """Runs the GEMMs."""

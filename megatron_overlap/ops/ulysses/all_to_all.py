@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.transport import Exchange, Repeated, Transfer
+from megatron_overlap.comm.transport import Exchange, RepeatedTransfers, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.schedules import AllToAllPlan, SequenceLayout
 from megatron_overlap.schedules.ulysses import Task
@@ -74,7 +74,7 @@ class _Pieces:
 
     Attributes:
         sent, gathered, result, received: see `_Shapes`.
-        repeated: the messages.
+        transfers: the messages.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _Pieces:
                     lands = receives[to][send.group, rank][local[to][send.run]]
             transfers.append(Transfer(message.message(index), source, sink[received_rows], lands=lands))
         self.num_bytes = sum(transfer.send.nbytes for transfer in transfers)
-        self.repeated = Repeated(lambda own: transfers)
+        self.transfers = RepeatedTransfers(transfers)
 
 
 class HeadAllToAll:
@@ -172,7 +172,7 @@ class HeadAllToAll:
             # Later messages overwrite the buffer.
             retained = like.new_empty(shapes.size(shapes.gathered[rank]))
             self.gathered = shapes.tensors(retained, shapes.gathered[rank])
-        self._p2p_work = transport.begin(Exchange(pieces.repeated), op)
+        self._p2p_work = transport.begin(Exchange(pieces.transfers), op)
 
     def run(
         self,

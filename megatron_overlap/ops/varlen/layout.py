@@ -149,7 +149,7 @@ class RowMessages:
         transfers = repeated(transport, (of, received.tensor), build, name) if prepares else build()
         self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
         self.rounds = [number for _, number in transfers.numbers]
-        self._p2p_work: P2PWork = transport.begin(Exchange(transfers.repeated, sent.tensor), name)
+        self._p2p_work: P2PWork = transport.begin(Exchange(transfers, sent.tensor), name)
         self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
 
     def needs(self, plan: int, rounds: Sequence[int]) -> tuple[Callable[[], bool], Callable[[], None]]:
@@ -158,7 +158,7 @@ class RowMessages:
         return lambda: all(map(work.is_completed, numbers)), partial(work.wait, *numbers)
 
 
-class _Transfers:
+class _Transfers(Repeated):
     """The transfers of one rank, which `repeated` builds for a tensor of the rows that it sends.
 
     `numbers` are those of the messages that this rank receives, by plan and round.
@@ -185,12 +185,11 @@ class _Transfers:
         else:
             for number, plan in enumerate(plans):
                 self._add_rounds(number, plan)
-        self.repeated = Repeated(self._build)
 
-    def _build(self, x: torch.Tensor | None) -> list[Transfer]:
-        assert x is not None
+    def build(self, own: torch.Tensor | None) -> list[Transfer]:
+        assert own is not None
         return [
-            Transfer(message, x[send] if isinstance(send, slice) else send, recv, lands=lands)
+            Transfer(message, own[send] if isinstance(send, slice) else send, recv, lands=lands)
             for message, send, recv, lands in self._all
         ]
 

@@ -94,10 +94,13 @@ def _all_have_time(deadline: float) -> bool:
 
 def _unsupported_reason(dry: bool, group: Any) -> str:
     """Why the ranks cannot use symmetric memory, or an empty string."""
-    from megatron_overlap.comm.symmetric.cuda import probe_symmetric_memory
+    from megatron_overlap.comm.symmetric.cuda import open_backend
 
-    found = "" if dry else probe_symmetric_memory(group, deadline_s=60)
-    return found if isinstance(found, str) else ""
+    opened = "" if dry else open_backend(group)
+    if isinstance(opened, str):
+        return opened
+    opened[0].close()
+    return ""
 
 
 def _backend(dry: bool, group: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_overlap.comm import transport_of
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.symmetric.copies import CopyTransport
-from megatron_overlap.comm.symmetric.cuda import open_copies, probe_symmetric_memory
+from megatron_overlap.comm.symmetric.cuda import open_backend, open_copies
 from megatron_overlap.comm.symmetric.transport import SymmetricTransport
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
@@ -52,8 +52,11 @@ class Node:
     @cached_property
     def peers(self) -> str:
         """Why the ranks cannot address each other's memory; empty if they can. Collective."""
-        found = "" if self.dry else probe_symmetric_memory(self.group)
-        return found if isinstance(found, str) else ""
+        opened = "" if self.dry else open_backend(self.group)
+        if isinstance(opened, str):
+            return opened
+        opened[0].close()
+        return ""
 
     @cached_property
     def fused(self) -> Any:

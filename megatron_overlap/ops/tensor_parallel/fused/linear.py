@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.cuda import CudaBackend, probe_symmetric_memory
+from megatron_overlap.comm.symmetric.cuda import open_backend
 from megatron_overlap.comm.symmetric.nodes import NodesTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricOp, SymmetricTransport, gathered_bytes
 from megatron_overlap.ops.call import InputVersion
@@ -45,13 +44,13 @@ def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup],
 
     Collective. `messages` opens the transport between nodes; called only if the group spans several nodes.
     """
-    nodes = probe_symmetric_memory(group)
-    if isinstance(nodes, str):
-        return nodes
+    opened = open_backend(group)
+    if isinstance(opened, str):
+        return opened
     from megatron_overlap.kernels.primitives import wait_all
 
-    host_group = HostGroup(group, nodes.members(nodes.node(dist.get_rank(group))))
-    inside = SymmetricTransport(CudaBackend(host_group), wait_all)
+    backend, nodes = opened
+    inside = SymmetricTransport(backend, wait_all)
     return inside if nodes.num_nodes == 1 else NodesTransport(inside, messages(group), nodes)
 
 
@@ -96,7 +95,9 @@ class IntraNodeGather:
         return False
 
     def finish(self) -> None:
-        for launch in self._launches:
+        # The launches refer to this object: without them its tensors live no longer than their users.
+        launches, self._launches = self._launches, []
+        for launch in launches:
             launch()
         # Later kernels do not read the gathered rows.
         self._op.acknowledge()
@@ -153,11 +154,12 @@ class IntraNodeScatter:
         transport, rank, parts = self._transport, self._transport.rank, self._layout.chunks_per_rank
         num_slot_bytes = staged[0].nbytes
         staged_flags = transport.staged_flags(self._op.epoch)
-        key = ("staged", staged.data_ptr(), num_slot_bytes, parts, self._op.epoch % 2, self._op.flags.data_ptr())
+        own = self._op.slot(rank, self._recv_shape, self._dtype)
+        places = staged.data_ptr(), own.data_ptr(), self._op.flags.data_ptr()
+        key = ("staged", *places, num_slot_bytes, parts, self._op.epoch % 2)
         if key not in transport.tables:
             recv_buffers = [staged.data_ptr() + (owner - rank) * num_slot_bytes for owner in range(transport.size)]
             flags = [staged_flags.data_ptr() + 4 * (owner - rank) * parts for owner in range(transport.size)]
-            own = self._op.slot(rank, self._recv_shape, self._dtype)
             recv_buffers[rank], flags[rank] = own.data_ptr(), self._op.flags.data_ptr()
             transport.tables[key] = torch.tensor([recv_buffers, flags], device=staged.device)
         addresses = transport.tables[key]

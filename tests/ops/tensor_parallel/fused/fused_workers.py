@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
-from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
+from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, IntraNodeGather
 from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.helpers.fused import PoisonedBackend, fused_transport
 from tests.helpers.late import LateTransport
@@ -271,6 +272,18 @@ def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
     y.square().sum().backward()
     transport.close()
     return [float(t.double().sum()) for t in (y, x.grad, w1.grad, w2.grad) if t is not None]
+
+
+def num_gathers_kept(group: dist.ProcessGroup) -> int:
+    """Return the all-gathers that only the garbage collector frees after a layer, with their rows and results."""
+    transport = fused_transport(group)
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    gc.disable()
+    all_gather_linear(x, w, group=FusedMethod(transport)).sum().backward()
+    kept = sum(isinstance(each, IntraNodeGather) for each in gc.get_objects())
+    gc.enable()
+    transport.close()
+    return kept
 
 
 def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:

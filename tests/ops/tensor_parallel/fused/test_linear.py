@@ -73,6 +73,10 @@ def test_activation_recomputation(interpreting: World) -> None:
         assert left == pytest.approx(right, rel=1e-6)
 
 
+def test_no_gather_waits_for_the_garbage_collector(interpreting: World) -> None:
+    assert interpreting.run(2, fused_workers.num_gathers_kept) == [0, 0]
+
+
 def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_first_operation(
     interpreting: World,
 ) -> None:
@@ -188,8 +192,8 @@ LAYER_MUTANTS = {
     ),
     "acknowledged before wgrad": Edit(
         "ops.tensor_parallel.fused.linear",
-        "        for launch in self._launches:\n",
-        "        self._op.acknowledge()\n        for launch in self._launches:\n",
+        "        for launch in launches:\n",
+        "        self._op.acknowledge()\n        for launch in launches:\n",
     ),
 }
 

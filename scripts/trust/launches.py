@@ -1,0 +1,159 @@
+"""Drawn launches that should work: small models, layouts of at most four ranks, and flags of Megatron."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+FLAGS = {
+    "all": """
+        --qk-layernorm; --qk-l2-norm; --apply-layernorm-1p; --use-mup; --attention-output-gate; --softmax-type learnable
+        --apply-residual-connection-post-layernorm
+        --attention-softmax-in-fp32; --window-size 32,0
+        --calculate-per-token-loss; --accumulate-allreduce-grads-in-fp32; --disable-jit-fuser; --freeze-all-layers
+        --log-num-zeros-in-grad; --log-params-norm; --optimizer sgd; --optimizer lion; --apply-wd-to-qk-layernorm
+        --decoupled-lr 2e-3 --decoupled-min-lr 1e-4; --fp16-lm-cross-entropy; --eod-mask-loss
+        --start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear
+        --reset-position-ids --reset-attention-mask; --no-create-attention-mask-in-dataloader
+        --no-masked-softmax-fusion; --no-bias-dropout-fusion; --no-rope-fusion
+        --mtp-num-layers 1; --mtp-num-layers 2 --mtp-use-repeated-layer; --no-clone-scatter-output-in-embedding
+        --embedding-init-method-std 0.1; --make-vocab-size-divisible-by 96
+        --empty-unused-memory-level 1; --no-check-for-nan-in-loss-and-grad
+        --check-for-large-grads; --check-for-spiky-loss; --rerun-mode validate_results; --exit-signal-handler
+        --manual-gc-interval 1; --mlp-chunks-for-training 2
+        --train-sync-interval 1; --deterministic-mode; --lr-warmup-init 1e-4
+        --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 16
+        --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24
+    """,
+    "swiglu": "--glu-linear-offset 0.5; --activation-func-clamp-value 0.1; --no-bias-swiglu-fusion",
+    "gelu": "--squared-relu; --openai-gelu; --no-bias-gelu-fusion",
+    "rotary": "--rotary-percent 0.5; --rotary-interleaved; --use-rope-scaling; --no-rope-freq 2",
+    "pipeline": """
+        --num-layers-per-virtual-pipeline-stage 1; --num-virtual-stages-per-pipeline-rank 2
+        --num-layers-per-virtual-pipeline-stage 1 --overlap-p2p-communication-warmup-flush
+        --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 3
+        --decoder-first-pipeline-num-layers 1; --defer-embedding-wgrad-compute
+        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    """,
+    "data": """
+        --ddp-average-in-collective; --ddp-bucket-size 20000; --ddp-num-buckets 3
+        --no-align-grad-reduce; --no-gradient-reduce-div-fusion; --use-tp-pp-dp-mapping
+        --check-weight-hash-across-dp-replicas-interval 1
+    """,
+    "sharded": """
+        --num-distributed-optimizer-instances 2; --use-precision-aware-optimizer; --no-align-param-gather
+    """,
+    "selective": "--recompute-modules core_attn mlp; --recompute-modules layernorm; --recompute-modules mlp",
+}
+"""Flags of Megatron that some launches may have; `;` or the end of a line is between those that are drawn alone."""
+MIXTURES: tuple[tuple[str, ...], ...] = (
+    ("--moe-router-topk", "2"),
+    ("--moe-router-topk", "1", "--moe-router-pre-softmax"),
+    ("--moe-router-topk", "3", "--moe-aux-loss-coeff", "0.01"),
+    ("--moe-router-topk", "2", "--moe-shared-expert-intermediate-size", "96"),
+    ("--moe-router-topk", "2", "--moe-expert-capacity-factor", "1.0"),
+    ("--moe-router-topk", "2", "--moe-router-score-function", "sigmoid"),
+    ("--moe-router-topk", "2", "--moe-z-loss-coeff", "1e-3", "--moe-per-layer-logging"),
+)
+
+
+def drawn_launch(draw: random.Random) -> dict[str, Any]:
+    """A launch config with the plugin. Megatron, or the plugin, may refuse some."""
+    arch, heads = draw.choice(["gpt", "llama"]), draw.choice([4, 8])
+    ranks = draw.choice([2, 2, 2, 2, 4])
+    tensor, context, pipeline, data = draw.choice(layouts(ranks))
+    micro, sequence_parallel = draw.choice([1, 1, 2, 2, 3, 4]), tensor > 1 and draw.random() < 0.7
+    splits = [
+        "auto",
+        "none",
+        *["batch"] * 2 * (micro % 2 == 0),
+        *["sequence"] * 2 * (sequence_parallel and context == 1),
+    ]
+    attention = draw.choice(["row", "row", "row", "query_split"]) if sequence_parallel else "row"
+    split = "none" if attention == "query_split" or tensor == 1 else draw.choice(splits)
+    mixture = context == 1 and draw.random() < 0.2
+    expert = draw.choice([each for each in (1, 2, 2, 4) if data % each == 0]) if mixture else 1
+    swiglu, sharded = draw.random() < 0.5, draw.random() < 0.5
+    recompute = draw.choice(["none", "none", "none", "selective", "full"])
+    pools = ["all", "swiglu" if swiglu else "gelu", recompute]
+    pools += [
+        name for name, has in {"rotary": arch == "llama", "pipeline": pipeline > 1, "data": data > 1}.items() if has
+    ]
+    pools += ["sharded"] * (sharded and data > 1)
+    flags = " ".join(flag for name in pools for flag in drawn_flags(draw, name)).split()
+    if mixture:
+        sizes = ["--expert-model-parallel-size", str(expert), "--expert-tensor-parallel-size", "1"]
+        flags += ["--num-experts", "8", "--moe-token-dispatcher-type", "alltoall", *draw.choice(MIXTURES), *sizes]
+    return {
+        "model": {
+            "arch": arch,
+            "num_layers": draw.choice([2, 2, 3, 4]) if pipeline == 1 else 4,
+            "hidden_size": draw.choice([64, 96, 128]),
+            "num_attention_heads": heads,
+            "num_query_groups": draw.choice([heads, heads // 2, 2, heads]),
+            "kv_channels": draw.choice([None, None, 24]),
+            "ffn_hidden_size": 8 * draw.randint(12, 50),
+            "vocab_size": draw.choice([4000, 4001, 5000]),
+            "max_position_embeddings": 128,
+            "untie_embeddings": draw.random() < 0.5,
+            "add_bias": not mixture and draw.random() < 0.5,
+            "add_qkv_bias": draw.random() < 0.2,
+            "swiglu": swiglu,
+            "normalization": draw.choice(["LayerNorm", "RMSNorm"]),
+        },
+        "parallel": {
+            "tensor": tensor,
+            "context": context,
+            "pipeline": pipeline,
+            "sequence_parallel": sequence_parallel,
+        },
+        "train": {
+            "seq_length": draw.choice([32, 64, 96, 104, 128]),
+            "micro_batch_size": micro,
+            "global_batch_size": micro * data * draw.choice([1, 2, 3, 4]),
+            "iterations": 3,
+            "precision": "fp32",
+            "lr": 1e-3,
+            "lr_warmup_iterations": 1,
+            "transformer_impl": draw.choice(["local", "transformer_engine"]),
+            "recompute": recompute,
+            "distributed_optimizer": sharded,
+        },
+        "overlap": {
+            "tensor": {
+                "method": draw.choice(["p2p", "p2p", "auto"]),
+                "schedule": draw.choice(["auto", "auto", "direct", "serial", *["ring"] * sequence_parallel]),
+                "chunks_per_rank": draw.choice(["auto", "auto", 1, 2, 3, 5]),
+                "recompute_gather": draw.choice(["auto", "auto", "always", "never"]),
+                "recompute_output": draw.choice(["skip", "skip", "compute"]),
+                "attention": attention,
+                "split": split,
+                "split_at": draw.choice(["auto", "auto", 0.3, 0.61]),
+            },
+            "data": {"method": draw.choice(["auto", "p2p", "stock"]) if data > 1 and expert == 1 else "stock"},
+            "ulysses": {"method": "p2p" if context > 1 else "none"},
+            "expert": {"method": "p2p" if expert > 1 else "none"},
+            "deterministic": draw.random() < 0.1,
+        },
+        "launch": {"device": "cpu", "ranks_per_node": ranks, "timeout_s": 240.0},
+        "megatron_args": ["--use-cpu-initialization", *flags],
+    }
+
+
+def drawn_flags(draw: random.Random, pool: str) -> list[str]:
+    """Up to two flags of a pool."""
+    lines = FLAGS.get(pool, "").strip().splitlines()
+    flags = [flag.strip() for line in lines for flag in line.split(";")]
+    return draw.sample(flags, min(len(flags), draw.choice([0, 0, 1, 1, 2])))
+
+
+def layouts(ranks: int) -> list[tuple[int, int, int, int]]:
+    """Tensor, context, pipeline and data parallel sizes of `ranks` ranks, not of pipeline stages alone."""
+    sizes = [each for each in (1, 2, 4) if ranks % each == 0]
+    return [
+        (tensor, context, pipeline, ranks // (tensor * context * pipeline))
+        for tensor in sizes
+        for context in sizes[:2]
+        for pipeline in sizes[:2]
+        if ranks % (tensor * context * pipeline) == 0 and pipeline < ranks
+    ]

@@ -1,0 +1,227 @@
+"""`CudaBackend` and its queues on a stub of the driver, of streams and of torch's SymmetricMemory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_overlap.comm import TransportError, TransportOptions
+from megatron_overlap.comm.buffers import BufferPool
+from megatron_overlap.comm.symmetric import cuda
+from megatron_overlap.comm.symmetric.backend import FlagStep, Note
+from megatron_overlap.comm.symmetric.copies import CopyTransport
+from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.config import OverlapConfig
+from megatron_overlap.schedules.gather_scatter import Nodes
+from megatron_overlap.session import Session
+from tests.comm.copy_protocol import RecordedBackend
+
+
+class Driver:
+    """Records the calls of the driver of one stream, and writes the words of copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Any] = []
+        self.sources = torch.tensor([1, 0], dtype=torch.int32)
+        monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
+        monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        value = self.sources[(source - self.sources.data_ptr()) // 4].item()
+        self.calls.append(("copy", to, num_bytes, value, stream))
+        return 0
+
+    def write(self, stream: int, address: int, value: int, flags: int) -> int:
+        assert stream == 17
+        self.sources[(address - self.sources.data_ptr()) // 4] = value
+        return 0
+
+    def wait(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append(("wait", address, value, stream))
+        return 0
+
+    def batch(self, stream: int, count: int, ops: Any, flags: int) -> int:
+        assert count == len(ops)
+        self.calls.append([(op.operation, op.address, op.value) for op in ops])
+        return 0
+
+
+def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, words = Driver(monkeypatch), torch.zeros(8, dtype=torch.int32)
+    driver.queue.write(words, 3, 41)
+    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=True) for position in (2, 6)]))
+    driver.queue.write(words, 3, 42)
+    at = words.data_ptr()
+    assert driver.calls == [
+        ("copy", at + 12, 4, 41, 17),
+        ("copy", at + 8, 4, 1, 17),
+        ("copy", at + 24, 4, 1, 17),
+        ("copy", at + 12, 4, 42, 17),
+    ]
+
+
+def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    steps = [FlagStep(words, 2, sets=True), FlagStep(words, 5, False, Note(notes, 1, 70000))]
+    driver.queue.run(driver.queue.prepare(steps))
+    flag, word, write, wait = words.data_ptr(), notes.data_ptr() + 4, cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
+    assert driver.calls == [
+        ("copy", flag + 8, 4, 1, 17),
+        [(write, word, 70000), (wait, flag + 20, 1), (write, flag + 20, 0), (write, word, 0)],
+    ]
+
+
+def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, words = Driver(monkeypatch), torch.zeros(200, dtype=torch.int32)
+    driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=False) for position in range(200)]))
+    assert [len(call) for call in driver.calls] == [255, 145]
+    waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
+    assert waits == [words.data_ptr() + 4 * position for position in range(200)]
+
+
+class StubBackend(cuda.CudaBackend):
+    """`CudaBackend` of rank 0 of 2 on stubs: streams 0 to 4 of the caller, 5 to 8 of the backend.
+
+    Attributes:
+        waited: what the host has waited for.
+        current: the handle of the current stream.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, texts: Callable[[str], list[str]] = lambda text: [text]
+    ) -> None:
+        Driver(monkeypatch)
+        self.waited, self.current = list[Any](), [3]
+        waited, handle = self.waited, self.current
+        streams = [
+            SimpleNamespace(cuda_stream=number, synchronize=partial(waited.append, number), record_event=object)
+            for number in range(9)
+        ]
+        copying = iter(streams[5:])
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: handle[0], raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[handle[0]])
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: next(copying))
+        properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
+        group: Any = SimpleNamespace(rank=0, size=2, ranks=range(2), group="g", barrier=partial(waited.append, "ranks"))
+        group.all_gather_text = texts
+        super().__init__(group)
+
+
+def test_a_new_buffer_waits_for_the_streams_of_its_transport_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may run a receive of a pipeline stage, whose sender waits for a new buffer too."""
+    backend = StubBackend(monkeypatch)
+    backend.queue()
+    backend.computing.mark()
+    backend.current[0] = 4  # a stream of gradient sums
+    backend.computing.mark()
+    backend.barrier()
+    assert backend.waited == [3, 4, 5, 6, "ranks"]
+
+
+def arenas_on_the_host(monkeypatch: pytest.MonkeyPatch, num_free: float = inf) -> list[str | None]:
+    """Let torch map arenas of at most `num_free` bytes; returns the value of its variable in each rendezvous."""
+    variable = list[str | None]()
+
+    def empty(shape: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if shape[0] > num_free:
+            raise torch.OutOfMemoryError("no memory\nat line 1")
+        return torch.empty(shape, dtype=dtype)
+
+    def rendezvous(arena: torch.Tensor, group: str) -> SimpleNamespace:
+        variable.append(os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
+        return SimpleNamespace(get_buffer=lambda peer, shape, dtype: arena)
+
+    monkeypatch.setattr(_symmetric_memory, "_SymmetricMemory", SimpleNamespace(empty_strided_p2p=empty))
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    return variable
+
+
+@pytest.mark.parametrize("over_nodes", [False, True])
+def test_a_replaced_arena_lives_until_it_is_freed_between_steps(
+    monkeypatch: pytest.MonkeyPatch, over_nodes: bool
+) -> None:
+    """torch synchronises the device when it frees one."""
+    variable, backend = arenas_on_the_host(monkeypatch), StubBackend(monkeypatch)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    first = StorageWeakRef(backend.map(64, "sums")[0].untyped_storage())
+    other = StorageWeakRef(backend.map(64, "others")[0].untyped_storage())
+    backend.map(128, "sums")
+    assert not first.expired()
+    session, transport = Session(OverlapConfig()), CopyTransport(backend)
+    between: Any = SimpleNamespace(rank=0, size=4, buffer_pool=BufferPool(), on_device=True)
+    opened = CopyNodesTransport(transport, between, Nodes(2, 2)) if over_nodes else transport
+    session.transports.insert(object(), opened)  # type: ignore[arg-type]
+    session.next_step()
+    assert (first.expired(), other.expired()) == (True, False)
+    assert "device" not in backend.waited
+    assert variable == ["1"] * 3
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "0"
+
+
+def test_a_rank_without_memory_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks do not wait for it in torch's rendezvous, which no deadline ends."""
+    variable = arenas_on_the_host(monkeypatch, num_free=100)
+    backend = StubBackend(monkeypatch, lambda text: ["", text])
+    backend.map(64)
+    with pytest.raises(TransportError, match="^symmetric memory, 128 bytes: rank 0: no memory$"):
+        backend.map(128)
+    assert len(variable) == 1
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
+def test_copies_have_the_deadline_of_the_session_or_group(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float
+) -> None:
+    options = SimpleNamespace(_timeout=timedelta(seconds=40))
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
+    members = opened_on(monkeypatch, "aa")
+    transport = cuda.open_copies(group, TransportOptions("copies", timeout_s=limit_s))
+    assert isinstance(transport, CopyTransport)
+    assert transport._timeout_s == expected
+    assert members == [range(2)]
+    transport.close()
+
+
+def opened_on(monkeypatch: pytest.MonkeyPatch, hosts: str) -> list[range]:
+    """Let rank 1 open copies; `hosts` has one letter for each rank. Returns the ranks between which it does."""
+    members: list[range] = []
+
+    def trial(host_group: object, device: int, opened: list[RecordedBackend]) -> str:
+        opened.append(RecordedBackend(0, 1, {}))
+        return ""
+
+    store = SimpleNamespace(set=lambda *_: None, get=lambda key: hosts[int(key.rpartition("/")[2])].encode())
+    monkeypatch.setattr(cuda, "store_beside", lambda group: store)
+    monkeypatch.setattr(cuda, "first_unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(cuda.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(cuda.dist, "get_world_size", lambda group: len(hosts))
+    monkeypatch.setattr(torch.cuda, "current_device", int)
+    monkeypatch.setattr(cuda, "HostGroup", lambda group, ranks: members.append(ranks))
+    monkeypatch.setattr(cuda, "_trial", trial)
+    return members
+
+
+def test_copies_stay_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    members, group = opened_on(monkeypatch, "aabb"), SimpleNamespace()
+    options, between = TransportOptions("copies", timeout_s=7.0), SimpleNamespace(rank=1, size=4)
+    between.buffer_pool = between.on_device = None
+    assert cuda.open_copies(group, options) == "the group spans 2 hosts"  # type: ignore[arg-type]
+    transport: Any = cuda.open_copies(group, options, lambda group: between)  # type: ignore
+    assert isinstance(transport, CopyNodesTransport)
+    assert (transport.between, transport.size, members) == (between, 4, [range(2)] * 2)
+    transport.close()
