@@ -129,8 +129,8 @@ SHORTENED = (
     Short("python scripts/prepare_data.py --output", "--max-documents 8 --vocab-size 300 --force", long=True),
     Short("python scripts/equality.py", "--iterations 4 --models gpt --layouts TP2 --no-resume", long=True),
     Short("python scripts/faults.py", "--cases 2", long=True),
-    Short("python scripts/fuzz.py --configs 10000", "--configs 20"),
-    Short("python scripts/fuzz.py --configs 0", "--calls 4", long=True),
+    Short("python scripts/fuzz.py --configs 10000", "--configs 20 --calls 0"),
+    Short("python scripts/fuzz.py --configs 0", "--trainings 1", long=True),
     Short("python scripts/soak.py", "--steps 40", codes=(0, 1)),
     Short("python scripts/long_run.py", "--iterations 40 --kills 1", long=True),
     # Memory still grows in the first steps.

@@ -157,8 +157,8 @@ def unsupported_attention_reason(layer: Any) -> str | None:
         return f"{layer.attention_type} attention"
     if type(core) not in _CORES:
         return f"core attention is {type(core).__name__}, which query split does not know"
-    if getattr(core, "cp_group", None) is not None:
-        return "context parallelism: TransformerEngine's attention communicates itself"
+    if layer.config.context_parallel_size > 1:
+        return "context parallelism: a rank does not have all keys"
     if getattr(core, "return_max_logit", False):
         return _READS_SCORES
     if not is_te_linear(projection) and not isinstance(projection, RowParallelLinear):

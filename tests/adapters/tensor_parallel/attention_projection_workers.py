@@ -151,6 +151,8 @@ def falls_back(group: dist.ProcessGroup, what: str, strict: bool) -> tuple[list[
         layer = make_attention(torch.float32, **config)
         if what == "padding":
             layer.core_attention.attn_mask_type = AttnMaskType.padding
+        if what == "context":
+            layer.config.context_parallel_size = 2
         if what == "hook":
             layer.core_attention.register_forward_hook(lambda module, inputs, output: output * 2)
         if what == "backward hook":

@@ -25,6 +25,7 @@ REASONS = {
     "dropout": "attention dropout: add --attention-dropout 0",
     "offset": "the softmax has an offset",
     "selective": "query split does not support recomputation of core attention (--recompute-granularity selective)",
+    "context": "context parallelism: a rank does not have all keys",
     "gate": "the attention output is gated",
     "plain": "query split needs --sequence-parallel",
     "padding": "the attention mask is padding, not causal",
