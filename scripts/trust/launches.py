@@ -19,7 +19,7 @@ FLAGS = {
         --mtp-num-layers 1; --mtp-num-layers 2 --mtp-use-repeated-layer; --no-clone-scatter-output-in-embedding
         --embedding-init-method-std 0.1; --make-vocab-size-divisible-by 96
         --empty-unused-memory-level 1; --no-check-for-nan-in-loss-and-grad
-        --check-for-large-grads; --check-for-spiky-loss; --rerun-mode validate_results; --exit-signal-handler
+        --check-for-large-grads; --check-for-spiky-loss; --exit-signal-handler
         --manual-gc-interval 1; --mlp-chunks-for-training 2
         --train-sync-interval 1; --deterministic-mode; --lr-warmup-init 1e-4
         --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --v-head-dim 16
@@ -38,7 +38,6 @@ FLAGS = {
     "data": """
         --ddp-average-in-collective; --ddp-bucket-size 20000; --ddp-num-buckets 3
         --no-align-grad-reduce; --no-gradient-reduce-div-fusion; --use-tp-pp-dp-mapping
-        --check-weight-hash-across-dp-replicas-interval 1
     """,
     "sharded": """
         --num-distributed-optimizer-instances 2; --use-precision-aware-optimizer; --no-align-param-gather
@@ -99,6 +98,8 @@ def drawn_launch(draw: random.Random) -> dict[str, Any]:
             "add_bias": not mixture and draw.random() < 0.5,
             "add_qkv_bias": draw.random() < 0.2,
             "swiglu": swiglu,
+            "hidden_dropout": draw.choice([0.0, 0.0, 0.0, 0.1]),
+            "attention_dropout": 0.0 if context > 1 else draw.choice([0.0, 0.0, 0.0, 0.1]),
             "normalization": draw.choice(["LayerNorm", "RMSNorm"]),
         },
         "parallel": {
@@ -118,6 +119,8 @@ def drawn_launch(draw: random.Random) -> dict[str, Any]:
             "transformer_impl": draw.choice(["local", "transformer_engine"]),
             "recompute": recompute,
             "distributed_optimizer": sharded,
+            "eval_interval": 2,
+            "eval_iterations": draw.choice([0, 0, 1]),
         },
         "overlap": {
             "tensor": {
