@@ -226,13 +226,13 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
 
     samples[1].append(backward)
     output.grad_fn.register_prehook(lambda grads: setattr(backward, "start", mark()))
-    if end == "input":
-        leaves[0].register_hook(stop)
-    elif end == "pass":
-        handle = leaves[0].register_hook(stop_at_end)
-    else:
+    if end == "nodes" or not leaves[0].requires_grad:
         for node in _nodes(output.grad_fn, leaves):
             node.register_hook(stop)
+    elif end == "input":
+        leaves[0].register_hook(stop)
+    else:
+        handle = leaves[0].register_hook(stop_at_end)
     return result
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _LONGEST_PERIOD_S, _SHORTEST_PERIOD_S = 2.0, 0.1
+_MAX_FAILED = 10  # heartbeats in turn; then the store has ended
 _STORE_S = 2.0  # deadline of one request to the store, which ends with the rank that hosts it
 _LOOK_S = 1.0  # longest time between two looks of a watchdog
 
@@ -74,9 +75,13 @@ class Heartbeat:
         return json.loads(self._queries.get(key)) if self._queries.check([key]) else None
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError, TimeoutError):  # the store has ended
-            while not self._stop.wait(self.period_s):
+        num_failed = 0
+        while num_failed < _MAX_FAILED and not self._stop.wait(self.period_s):
+            try:
                 self._publish()
+                num_failed = 0
+            except (RuntimeError, TimeoutError):  # the store is busy, or has ended
+                num_failed += 1
 
     def _publish(self) -> None:
         self._count += 1

@@ -12,7 +12,7 @@ FLAGS = {
         --attention-softmax-in-fp32; --window-size 32,0
         --calculate-per-token-loss; --accumulate-allreduce-grads-in-fp32; --disable-jit-fuser; --freeze-all-layers
         --log-num-zeros-in-grad; --log-params-norm; --optimizer sgd; --optimizer lion; --apply-wd-to-qk-layernorm
-        --decoupled-lr 2e-3 --decoupled-min-lr 1e-4; --fp16-lm-cross-entropy; --eod-mask-loss
+        --decoupled-lr 2e-3 --decoupled-min-lr 1e-4; --eod-mask-loss
         --start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear
         --reset-position-ids --reset-attention-mask; --no-create-attention-mask-in-dataloader
         --no-masked-softmax-fusion; --no-bias-dropout-fusion; --no-rope-fusion

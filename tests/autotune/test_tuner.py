@@ -85,3 +85,13 @@ def test_a_whole_pass_includes_what_runs_at_its_end() -> None:
     whole, node, _ = (span.us() for span in samples[1])
     assert whole >= 22_000
     assert 2_000 <= node < whole
+
+
+@pytest.mark.parametrize("end", ["nodes", "input", "pass"])
+def test_a_call_whose_input_requires_no_gradient_is_timed(end: tuner.End) -> None:
+    """As of the first layer that trains."""
+    x, weight = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    samples: tuner.Samples = [], []
+    tuner._time_call(samples, lambda: x @ weight, (x,), end).sum().backward()
+    assert [len(each) for each in samples] == [1, 1]
+    assert samples[1][0].stop is not None

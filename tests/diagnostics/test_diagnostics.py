@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_overlap.diagnostics.consistency import differences
+from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from tests.diagnostics import workers
 from tests.helpers.world import World, assert_same
 
@@ -40,6 +46,35 @@ def test_the_text_names_a_silent_rank_within_the_deadline(world: World, silent: 
             assert text.startswith(f"rank {silent}")
             assert took < 8
     assert_same([text for rank, (text, _) in enumerate(answers) if rank != silent])
+
+
+class BusyStore:
+    """A store that answers three writes in turn too late, after the first one."""
+
+    def __init__(self) -> None:
+        self.store, self.num_writes = dist.HashStore(), 0
+
+    def clone(self) -> BusyStore:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Keep the timeout."""
+
+    def set(self, key: str, value: str) -> None:
+        self.num_writes += 1
+        if 1 < self.num_writes <= 4:
+            raise RuntimeError("wait timeout after 2000ms")
+        self.store.set(key, value)
+
+
+def test_a_busy_store_does_not_end_the_heartbeat() -> None:
+    store: Any = BusyStore()
+    heartbeat = Heartbeat(store, 3, 1.0, lambda: "at step 8")
+    until = time.monotonic() + 20
+    while store.num_writes < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    heartbeat.close()
+    assert int(json.loads(store.store.get("heartbeat/3"))["count"]) >= 5
 
 
 def test_heartbeats_describe_the_state_of_a_peer(world: World) -> None:

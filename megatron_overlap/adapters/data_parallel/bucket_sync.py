@@ -11,6 +11,7 @@ So a bucket waits for those before it, which hold the parameters of later layers
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -244,12 +245,24 @@ class BucketOrders(Adapter):
         super().__init__(session)
         self.of: WeakKeyDictionary[Any, BucketOrder] = WeakKeyDictionary()
 
+    def step_ended(self) -> None:
+        for order in set(self.of.values()):
+            order.begin_step()
+
 
 class BucketOrder:
-    """Starts the reductions of `groups` in their order, each as soon as its group and those before it are ready."""
+    """Starts the reductions of `groups` in their order, each as soon as its group and those before it are ready.
+
+    A group that has had no gradient since the model was made is passed over, as by Megatron.
+    """
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._number = {id(group): number for number, group in enumerate(groups)}
+        self._groups = [weakref.ref(group) for group in groups]
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forgets the groups that are ready. The step before may have been aborted."""
         self._ready: dict[int, Callable[[], None]] = {}
         self._next = 0
 
@@ -257,12 +270,17 @@ class BucketOrder:
         """Called once for each group in a step, when its gradients are complete; `start` starts its reduction."""
         number = self._number[id(group)]
         if number < self._next or number in self._ready:
-            # A new step. The one before may have been aborted.
-            self._ready, self._next = {}, 0
+            self.begin_step()
         self._ready[number] = start
-        while self._next in self._ready:
+        while self._next in self._ready or self._has_no_gradient(self._next):
+            reduce = self._ready.pop(self._next, None)
             self._next += 1
-            self._ready.pop(self._next - 1)()
+            if reduce is not None:
+                reduce()
+
+    def _has_no_gradient(self, number: int) -> bool:
+        group = self._groups[number]() if number < len(self._groups) else None
+        return bool(getattr(group, "is_first_batch", False))
 
 
 def partition_buckets(original: Method, session: Session) -> Method:
@@ -285,11 +303,14 @@ def register_grad_ready(original: Method, session: Session) -> Method:
         order = orders.of.get(self)
         if order is None:
             return original(self, *args, **kwargs)
-        start = self.start_grad_sync
+        start, own = self.start_grad_sync, vars(self).get("start_grad_sync")
         self.start_grad_sync = lambda **options: order.ready(self, functools.partial(start, **options))
         try:
             return original(self, *args, **kwargs)
         finally:
-            del self.start_grad_sync
+            if own is None:
+                del self.start_grad_sync
+            else:
+                self.start_grad_sync = own
 
     return register

@@ -26,6 +26,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     is_capturing,
     linears_of,
     reads_only_sum,
+    unsupported_gradient_reason,
     unsupported_layer_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
@@ -89,6 +90,8 @@ def block_forward(original: Method, session: Session) -> Method:
             if reason is None:
                 embedding = layer_handoff.stored(x)
                 leaf = embedding.terms if isinstance(embedding, PendingEmbedding) else x
+                reason = unsupported_gradient_reason(self, leaf)
+            if reason is None:
                 return adapter.autotuner.run_block(self.layers, x, run, overlap, leaf)
             reasons.append(reason)
         session.counters.exclude("batch overlap", reasons[0])
@@ -130,6 +133,8 @@ def layer_forward(original: Method, session: Session) -> Method:
         # Also for a pending output: the layer before it cannot see in which precision this one runs.
         unknown = len(args) > len(_POSITIONAL)
         reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter, adapter.split)
+        if reason is None and not isinstance(pending, PendingOutput):
+            reason = unsupported_gradient_reason(self, x if pending is None else pending.terms)
         if reason is not None:
             session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
             if pending is not None:

@@ -25,6 +25,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     CAPTURED,
     is_capturing,
     is_te_linear,
+    repeats_weights,
     unsupported_tensors_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
@@ -257,6 +258,7 @@ class LinearAdapter(Adapter):
             self._unread = None
 
     def step_ended(self) -> None:
+        self.deferred_wgrad = DeferredWgrad()  # an exception may have left gradients of its backward pass
         self._fused_transports.free_replaced()
 
     def close(self) -> None:
@@ -302,7 +304,7 @@ class P2PBackend:
             options["on_save"] = None if checked else call.hooks.saved
         if call.op in ("copy_gemm", "gemm_ar"):
             # A replay must not compute the weight gradient of a layer outside the graph.
-            alone = checked or is_capturing(call.x)
+            alone = checked or is_capturing(call.x) or repeats_weights(call.layer)
             options["deferred_wgrad"] = None if alone else self._adapter.deferred_wgrad
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked

@@ -1,5 +1,6 @@
 """Every reason that keeps a tensor-parallel call on the stock path. The report prints these texts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -248,10 +249,28 @@ def reads_only_sum(layer: Any) -> bool:
     return standard and not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
+def _rotary_angles(arguments: dict[str, Any]) -> Sequence[torch.Tensor | None]:
+    """The rotary angles of queries and keys `[S, 1, 1, D]`; with `[S, B, 1, D]` each sequence has its own."""
+    angles = arguments.get("rotary_pos_emb")
+    return angles if isinstance(angles, tuple) else (angles,)
+
+
 def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
     """The linear layers of a transformer layer with QKV in one of them, column- and row-parallel in turn."""
     attention, mlp = layer.self_attention, layer.mlp
     return attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2
+
+
+def repeats_weights(layer: Any) -> bool:
+    """Whether a pass may use the weights of a layer several times, so that their gradients cannot be postponed."""
+    return getattr(layer.config, "mtp_use_repeated_layer", False) is True
+
+
+def unsupported_gradient_reason(module: torch.nn.Module, x: torch.Tensor) -> str | None:
+    """The reason in the input `x` that no layer of `module` runs in two parts, whose graph begins at their input."""
+    if x.requires_grad or not torch.is_grad_enabled() or not any(each.requires_grad for each in module.parameters()):
+        return None
+    return "the input requires no gradient, but a weight does"
 
 
 def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) -> str | None:
@@ -278,6 +297,10 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
             return f"a row-parallel layer is a {type(row).__name__}, which batch overlap does not know"
         if not (not row.use_bias or row.te_return_bias if is_te_linear(row) else row.skip_bias_add):
             return "a row-parallel layer adds its bias itself"
+    if repeats_weights(layer):
+        return "--mtp-use-repeated-layer: a weight has several gradients in a pass"
+    if any(each is not None and each.shape[1] > 1 for each in _rotary_angles(arguments)):
+        return "each sequence has rotary angles of its own"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
         return "the kernel of another layer adds the residual"
     if getattr(config, "mlp_chunks_for_training", 1) > 1:

@@ -62,9 +62,16 @@ def make_block(group: dist.ProcessGroup, dtype: torch.dtype, *, te: bool = False
 
 
 def _step(
-    block: Any, x: torch.Tensor, dy: torch.Tensor, rows: int, masks: int, alone: bool, beside: dict[str, Any]
+    block: Any,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    rows: int,
+    masks: int,
+    alone: bool,
+    beside: dict[str, Any],
+    frozen_input: bool = False,
 ) -> dict[str, torch.Tensor]:
-    x = x.clone().requires_grad_()
+    x = x.clone().requires_grad_(not frozen_input)
     # Without a mask Megatron makes a causal one.
     mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(masks, 1, rows, rows).clone() if masks else None
     if mask is not None and masks > 1:
@@ -79,7 +86,7 @@ def _step(
     assert getattr(block, "seen", [True]) == [True]
     grads = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
     sum_over_rows(block)
-    return {"y": y.detach(), "dx": x.grad, **grads}  # type: ignore[dict-item]
+    return {"y": y.detach(), **({} if frozen_input else {"dx": x.grad}), **grads}  # type: ignore[dict-item]
 
 
 def sum_over_rows(model: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -102,14 +109,16 @@ def against_stock(
     split_at: str | float = "auto",
     recompute_output: str = "skip",
     odd: bool = False,
-    rotary: bool = False,
+    rotary: int = 0,
+    frozen_input: bool = False,
     carried_by: Literal["messages", "collectives", "copies"] = "messages",
     **settings: Any,
 ) -> tuple[dict[tuple[str, str], int], list[str]]:
     """Output and all gradients, equal to stock. Returns calls by op and direction, and the reasons of fallbacks.
 
-    `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: with rotary angles. `odd`:
-    each rank has one row more. `carried_by`: collectives, as over NCCL; copies carry the all-gathers then.
+    `alone`: the layers are called without a block. `beside`: further arguments. `rotary`: sequences with rotary angles
+    of their own. `odd`: each rank has one row more. `frozen_input`: it requires no gradient. `carried_by`: collectives,
+    as over NCCL; copies carry the all-gathers then.
     """
     start(group)
     from megatron.core import parallel_state
@@ -125,13 +134,15 @@ def against_stock(
     rows = own * group.size() if sharded else SEQUENCE
     beside = dict(beside or {})
     if rotary:
-        beside["rotary_pos_emb"] = torch.randn(rows, 1, 1, HIDDEN // 4, generator=torch.Generator().manual_seed(37))
+        beside["rotary_pos_emb"] = torch.randn(
+            rows, rotary, 1, HIDDEN // 4, generator=torch.Generator().manual_seed(37)
+        )
     x, dy = (torch.randn(own, batch, HIDDEN, generator=generator).to(dtype) for _ in range(2))
 
     def run() -> dict[str, torch.Tensor]:
         block = make_block(group, dtype, **settings)
         PREPARE[prepare](block)
-        return _step(block, x, dy, rows, masks, alone, beside)
+        return _step(block, x, dy, rows, masks, alone, beside, frozen_input)
 
     stock = run()
     ordered = eligibility.can_be_ordered() and prepare != "no order"
@@ -297,7 +308,7 @@ def extracted_is_finite(group: dist.ProcessGroup) -> bool:
     """Whether the first layer's output is finite where the block returns it too. Before, the block ran without that."""
     start(group)
     block = make_block(group, torch.float32)
-    x = torch.randn(SEQUENCE, 2, HIDDEN)
+    x = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
     with enable(OverlapConfig.model_validate(BATCH_OVERLAP), strict=True):
         block(hidden_states=x, attention_mask=None)
         _, (first,) = block(hidden_states=x, attention_mask=None, extract_layer_indices={0})
