@@ -56,7 +56,7 @@ def compare(
         if not files:
             raise usage_error("compare", None, "give CONFIGS; see megatron-overlap compare --help")
         overrides = [text for text in configs if text not in files]
-        given = [(file, load_launch_config(config_file(file), overrides)) for file in files]
+        given = [(file, load_launch_config(config_file(file), overrides, inputs=True)) for file in files]
         if not generate:
             _compare_training(select(given, attribute=attribute), rounds, output)
             return 0

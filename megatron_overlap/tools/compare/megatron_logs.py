@@ -6,10 +6,11 @@ been active.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from megatron_overlap.config.errors import usage_error
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
@@ -72,12 +73,17 @@ def read_log(path: Path) -> Log:
 def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
     """Logs, the reference first, as sides of a comparison of common iterations.
 
-    Raises ConfigError if there are too few.
+    Raises ConfigError if there are too few, or if the runs have other world sizes, sequence lengths or batch sizes.
     """
     common = sorted(set.intersection(*(set(log.lines) for log in logs)))
     if len(common) <= WARM_UP_ITERATIONS:
         remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
         raise usage_error("compare --logs", str(logs[-1].path), f"has {len(common)} {remedy}")
+    for log in logs[1:]:
+        for name, values in _settings(logs[0], log, common):
+            if None not in values and values[0] != values[1]:
+                remedy = f"{name} is {values[1]:g}, not {values[0]:g} as in {logs[0].path}: give runs that train alike"
+                raise usage_error("compare --logs", str(log.path), remedy)
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
     peak = None if peak_tflops is None else Peak(peak_tflops, "given with --peak-tflops")
@@ -96,6 +102,15 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
         link = {"kind": "log", "description": NOT_IN_A_LOG}
         found.append(Side(stem if unique else str(log.path), link, (record,), _workload(log, rows), peak))
     return found
+
+
+def _settings(first: Log, log: Log, common: Sequence[int]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Name and values of what two runs must have in common, None where a log does not have it."""
+    yield "world_size", (first.world_size, log.world_size)
+    yield "seq_length", (first.seq_length, log.seq_length)
+    for number in common:
+        batches = tuple(each.lines[number].get("global_batch") for each in (first, log))
+        yield f"global batch size of iteration {number}", (batches[0], batches[1])
 
 
 def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:

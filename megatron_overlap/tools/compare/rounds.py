@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
-from megatron_overlap.config.megatron_args import value_at
+from megatron_overlap.config.megatron_args import TWO_MICROBATCHES, value_at
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
 from megatron_overlap.tools.compare.generation import Workload
@@ -40,11 +40,12 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     comparable.
     """
     file, overlapped, configs = _runs_of(given)
+    _on_one_node(given)
     needed = WARM_UP_ITERATIONS + 1
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
         raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
-    notes, serial = [], None
+    notes, serial = _differences(configs), None
     if attribute:
         serial = len(configs)
         configs.append(_serial(file, overlapped))
@@ -70,6 +71,7 @@ def select_generation(
     generate.
     """
     file, _, configs = _runs_of(given)
+    _on_one_node(given)
     chosen = []
     for config in configs:
         for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
@@ -103,7 +105,11 @@ def select_generation(
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
     """The record of one launch of a training; see `read_run`."""
-    return read_run(run_dir, config.world_size, config.train.iterations)
+    record = read_run(run_dir, config.world_size, config.train.iterations)
+    if len(record.iterations) <= WARM_UP_ITERATIONS:
+        steps = f"{len(record.iterations)} steps; the first {WARM_UP_ITERATIONS} of every launch are not timed"
+        raise RunRecordError(f"{run_dir}: it has {steps}")
+    return record
 
 
 def run_rounds[Record](
@@ -178,6 +184,27 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
     return file, overlapped, [*arms(overlapped)]
 
 
+def _on_one_node(given: Sequence[tuple[str, LaunchConfig]]) -> None:
+    for file, config in given:
+        if config.launch.nodes > 1:
+            remedy = "compare starts ranks on this node only; use launch --emit-slurm --baseline, then compare --logs"
+            raise ConfigError(file, "launch.nodes", config.launch.nodes, remedy)
+
+
+def _differences(configs: Sequence[LaunchConfig]) -> list[str]:
+    """Notes of the report on runs that may do other work."""
+    first, notes = configs[0], []
+    for config in configs[1:]:
+        if config.world_size != first.world_size:
+            notes.append(f"{config.name} has {config.world_size} ranks, {first.name} {first.world_size}.")
+    given = [config.megatron_args for config in configs]
+    every = {argument for each in given for argument in each} - {TWO_MICROBATCHES}
+    different = sorted(argument for argument in every if not all(argument in each for each in given))
+    if different:
+        notes.append(f"Only some runs have these megatron_args: {' '.join(different)}.")
+    return notes
+
+
 def _same_training(given: Sequence[tuple[str, LaunchConfig]]) -> None:
     first_file, first = given[0]
     model = [f"model.{name}" for name in type(first.model).model_fields if name != "preset"]
@@ -195,7 +222,7 @@ def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     sections: dict[str, Any] = {}
     if parallel.tensor > 1 and overlap.tensor.method in ("auto", "p2p"):
         sections["tensor"] = {**overlap.tensor.model_dump(), "method": "p2p", "schedule": "serial"}
-    if parallel.tensor == 1 and parallel.context > 1 and overlap.ulysses.method != "none":
+    if parallel.context > 1 and overlap.ulysses.method != "none":
         sections["ulysses"] = {**overlap.ulysses.model_dump(), "schedule": "serial"}
     if config.expert_parallel_size > 1 and overlap.expert.method != "none":
         sections["expert"] = {"method": "p2p", "schedule": "serial"}

@@ -41,7 +41,10 @@ _FIELDS = {  # name, title in Megatron's line, text of `launch`
     "skipped": ("number of skipped iterations", "skipped {}"),
     "global_batch": ("global batch size", ""),
 }
-_PATTERNS = {name: re.compile(rf"{re.escape(title)}:\s*([-+.\deEnaif]+)") for name, (title, _) in _FIELDS.items()}
+# Another field, or the end of the line, follows: the last line of a killed run may end anywhere.
+_PATTERNS = {
+    name: re.compile(rf"{re.escape(title)}:\s*([-+.\deEnaif]+)[^|]*\|") for name, (title, _) in _FIELDS.items()
+}
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank
 # The plugin's report: two lines of text, then tables with titles.
@@ -236,7 +239,7 @@ _MARGIN = 1.1  # for backward passes that run late, which the search waits for
 def tune(config: Config, overrides: Overrides = None, run_dir: RunDir = None, rendezvous: Rendezvous = None) -> int:
     """Measure the methods of each layer, and cache the fastest for later runs."""
     config = config_file(config)
-    cfg = short_run(str(config), load_launch_config(config, overrides or ()))
+    cfg = short_run(str(config), load_launch_config(config, overrides or (), inputs=True))
     require_shared_options("tune", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
     console = _wide_console()
@@ -276,7 +279,7 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
     short = cfg.model_dump() | {"name": f"{cfg.name}_tune"}
     short["train"] |= {"iterations": max(iterations, cfg.train.lr_warmup_iterations + 1), "eval_iterations": 0}
-    short["train"] |= {"save": None, "save_interval": None}
+    short["train"] |= {"save": None, "save_interval": None, "load": None}
     return LaunchConfig.model_validate(short)
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
+from megatron_overlap.config.launch import ModelConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, loopback_env, run_ranks, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
+_FSDP_FLAGS = "--use-torch-fsdp2", "--use-megatron-fsdp"  # Megatron refuses one connection with them
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> l
     `anywhere`: take `launch.entry` as written, even if this machine has no such file. Raises ConfigError if it does not
     exist.
     """
-    name, provided = cfg.launch.entry, f"pretrain_{cfg.model.arch}.py"
+    name, provided = cfg.launch.entry, _provided_script(cfg.model)
     script = resource_folder("scripts") / provided if name is None else Path(name)
     if not (anywhere or script.is_file()):
         remedy = "no such file; give the path of a training script"
@@ -107,10 +109,16 @@ def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> l
     return [name if anywhere and name else str(script), *to_megatron_args(cfg), *ours]
 
 
+def _provided_script(model: ModelConfig) -> str:
+    """`pretrain_llama.py` adds the flags of a LLaMA that a command line lacks, also those that `model` turns off."""
+    llama = model.arch == "llama" and model.swiglu and model.untie_embeddings and not model.add_bias
+    return "pretrain_llama.py" if llama else "pretrain_gpt.py"
+
+
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
     """Environment of every rank on a GPU, under torchrun and under Slurm."""
     env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
-    if cfg.parallel.tensor > 1 or cfg.parallel.context > 1:
+    if (cfg.parallel.tensor > 1 or cfg.parallel.context > 1) and not {*_FSDP_FLAGS} & {*cfg.megatron_args}:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron requires it on GPUs before Blackwell
     return env
 

@@ -140,6 +140,9 @@ def test_lines_of_other_releases_and_launchers_are_read(old: str, new: str, tmp_
         (["{stock}", "{tmp}/twice.log"], "iteration 1 comes after iteration 6: give one file for each run"),
         (["{stock}", "{tmp}/short.log"], "has 2 iterations in common with the other logs; at least 3 are needed"),
         (["{stock}", "{overlap}", "--attribute"], "leave it out with --logs"),
+        (["{stock}", "{tmp}/ranks.log"], "world_size is 4, not 2 as in"),
+        (["{stock}", "{tmp}/length.log"], "seq_length is 1024, not 512 as in"),
+        (["{stock}", "{tmp}/batch.log"], "global batch size of iteration 1 is 8, not 2 as in"),
     ],
 )
 def test_wrong_requests_are_one_line(
@@ -149,11 +152,28 @@ def test_wrong_requests_are_one_line(
     (tmp_path / "empty.log").write_text("nothing\n")
     (tmp_path / "twice.log").write_text(text + OLD.read_text())
     (tmp_path / "short.log").write_text("".join(text.splitlines(keepends=True)[:-4]))
+    changes = {"ranks": (r"(world_size \.+) 2", r"\1 4"), "length": (r"(seq_length \.+) 512", r"\1 1024")}
+    changes["batch"] = r"(global batch size:\s+)2", r"\g<1>8"
+    for name, (old, new) in changes.items():
+        (tmp_path / f"{name}.log").write_text(re.sub(old, new, text))
     places = {"stock": STOCK, "overlap": OVERLAP, "tmp": tmp_path}
     assert cli.main(["compare", "--logs", *(word.format(**places) for word in argv)]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["lm loss: 5.000000E", "lm loss: 5.0", "elapsed time per iteration (ms): 8"])
+def test_the_last_line_of_a_killed_run_does_not_count(end: str, tmp_path: Path) -> None:
+    name, _, _ = end.partition(":")
+    rows = STOCK.read_text().splitlines(keepends=True)
+    last = max(number for number, row in enumerate(rows) if "| consumed samples" in row)
+    (tmp_path / "killed.log").write_text("".join(rows[:last]) + rows[last].partition(name)[0] + end)
+    lines = read_log(tmp_path / "killed.log").lines
+    assert {number: line for number, line in lines.items() if number < 6} == {
+        number: line for number, line in read_log(STOCK).lines.items() if number < 6
+    }
+    assert "loss" not in lines.get(6, {})
 
 
 def test_a_peak_without_logs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

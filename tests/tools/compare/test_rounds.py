@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config import ConfigError, LaunchConfig, OverlapConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
+from megatron_overlap.session import Session
 from megatron_overlap.tools.compare import rounds
-from megatron_overlap.tools.compare.rounds import run_rounds, select
+from megatron_overlap.tools.compare.rounds import read_training, run_rounds, select, select_generation
+from megatron_overlap.tools.launch.run_records import RunRecordError
 
 
 def config(name: str = "b", method: str = "p2p", **train: Any) -> LaunchConfig:
@@ -89,6 +92,48 @@ def test_configs_that_are_not_comparable_are_refused(given: list[LaunchConfig], 
     with pytest.raises(ConfigError) as caught:
         select(files, attribute=attribute)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_configs_for_several_nodes_are_refused(number: int) -> None:
+    several = load_launch_config(config_file("gpu/llama3_70b_tp4_pp8/overlap"))
+    message = "b.yaml: launch.nodes: 8: compare starts ranks on this node only; use launch --emit-slurm"
+    given = [("b.yaml", several), ("c.yaml", several)][:number]
+    with pytest.raises(ConfigError, match=message):
+        select(given, attribute=False)
+    with pytest.raises(ConfigError, match=message):
+        select_generation(given, prompt_tokens=None, batches=(1,), new_tokens=1, engine="dynamic")
+
+
+def test_notes_name_what_only_some_runs_have() -> None:
+    other = config("c", global_batch_size=2).model_dump()
+    other["megatron_args"] = ["--optimizer", "sgd"]
+    other["launch"]["ranks_per_node"] = 4
+    given = [("b.yaml", config(global_batch_size=2)), ("c.yaml", LaunchConfig.model_validate(other))]
+    assert select(given, attribute=False).notes == (
+        "c has 4 ranks, b 2.",
+        "Only some runs have these megatron_args: --optimizer sgd.",
+    )
+    assert select([("b.yaml", config())], attribute=False).notes == ()
+
+
+def test_attribution_of_ulysses_beside_tensor_parallelism_has_serial_messages() -> None:
+    both = config().model_dump()
+    both["parallel"]["context"], both["overlap"]["ulysses"]["method"] = 2, "p2p"
+    serial = select([("b.yaml", LaunchConfig.model_validate(both))], attribute=True).configs[-1]
+    assert (serial.overlap.tensor.schedule, serial.overlap.ulysses.schedule) == ("serial", "serial")
+
+
+def test_a_launch_of_few_steps_has_no_times(tmp_path: Path) -> None:
+    """As one that resumes near its end."""
+    report = Session(OverlapConfig()).report()
+    for rank in range(2):
+        row = {"iteration": 5, "step_time_ms": 1.0, "loss": 1.0, "grad_norm": 1.0, "peak_memory_bytes": 1}
+        (tmp_path / f"steps-rank{rank}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"report-rank{rank}.json").write_text(json.dumps(report.as_dict()))
+    (tmp_path / "meta-rank0.json").write_text("{}")
+    with pytest.raises(RunRecordError, match="it has 1 steps; the first 2 of every launch are not timed"):
+        read_training(tmp_path, config())
 
 
 def test_configs_with_different_models_are_refused() -> None:

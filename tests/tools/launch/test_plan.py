@@ -109,6 +109,25 @@ def test_without_tensor_ranks_the_number_of_queues_is_not_set() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in command.env
 
 
+@pytest.mark.parametrize("flag", ["--use-torch-fsdp2", "--use-megatron-fsdp"])
+def test_fully_sharded_models_have_no_number_of_queues(flag: str) -> None:
+    """Megatron refuses one connection with them."""
+    cfg = config(device="cuda").model_dump() | {"megatron_args": [flag]}
+    (command,) = plan(LaunchConfig.model_validate(cfg), RUN_DIR).commands
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in command.env
+
+
+@pytest.mark.parametrize("changed", [{"untie_embeddings": False}, {"swiglu": False}, {"add_bias": True}])
+def test_a_llama_with_other_switches_runs_the_script_that_adds_none(changed: dict[str, Any]) -> None:
+    """`pretrain_llama.py` would add the flags that this model turns off."""
+    cfg = config().model_dump()
+    cfg["model"] |= changed
+    arguments = plan(LaunchConfig.model_validate(cfg), RUN_DIR).commands[0].argv
+    assert arguments[3] == f"{SCRIPTS}/pretrain_gpt.py"
+    assert arguments[arguments.index("--normalization") + 1] == "RMSNorm"
+    assert arguments[arguments.index("--position-embedding-type") + 1] == "rope"
+
+
 @pytest.mark.parametrize(("given", "shown"), [("n0:29400", "n0:29400"), (None, "HEAD_NODE:29400")])
 def test_several_nodes_of_gpus(given: str | None, shown: str) -> None:
     planned = plan(config(device="cuda", nodes=2, ranks_per_node=2), RUN_DIR, rendezvous=given)
