@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import socket
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
+from megatron_overlap.config.errors import writing
 from megatron_overlap.config.launch import ModelConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
@@ -132,6 +134,7 @@ def execute(
     in the run directory then has no hosts, and `on_note` gets a note for the user.
 
     Raises:
+        ConfigError: the run directory cannot be made.
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
@@ -147,12 +150,15 @@ def execute(
                 on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
                 config, lab = over_loopback(config), None
                 commands = plan(config, folder).commands
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing("launch --run-dir", folder):
+            folder.mkdir(parents=True, exist_ok=True)
         # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=path.name, delete=False) as file:
             file.write(dump_config(config))
         os.replace(file.name, path)
         timeout_s, logs = config.launch.timeout_s, folder / LOG_FOLDER
+        if config.launch.nodes > 1:  # each node has a rank 0 of its own: torchrun
+            logs /= socket.gethostname()
         return run_ranks(commands, timeout_s=timeout_s, log_dir=logs, lab=lab, on_line=on_line)
 
 

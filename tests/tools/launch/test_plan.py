@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import ConfigError, LaunchConfig, to_megatron_args
+from megatron_overlap.tools.launch import plan as plan_module
 from megatron_overlap.tools.launch.plan import execute, over_loopback, plan
 from megatron_overlap.tools.launch.processes import MALLOC_ENV, RunError
 
@@ -135,6 +136,21 @@ def test_several_nodes_of_gpus(given: str | None, shown: str) -> None:
     assert f"--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {shown} --rdzv-id tiny" in line
     assert "--standalone" not in line
     assert "all 2 nodes" in planned.link
+
+
+def test_each_node_has_a_folder_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run directory may be on a file system that all nodes share."""
+    folders = []
+    monkeypatch.setattr(plan_module, "run_ranks", lambda *_, log_dir, **__: folders.append(log_dir))
+    for nodes, host in ((2, "n0"), (2, "n1"), (1, "n0")):
+        monkeypatch.setattr(plan_module.socket, "gethostname", lambda host=host: host)
+        execute(plan(config(device="cuda", nodes=nodes, ranks_per_node=2), tmp_path, rendezvous="n0:29400"))
+    assert folders == [tmp_path / "logs/n0", tmp_path / "logs/n1", tmp_path / "logs"]
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="command line: launch --run-dir: /dev/null/x: Not a directory; give a path"):
+        execute(plan(config(), Path("/dev/null/x")))
 
 
 def test_a_script_of_the_user(tmp_path: Path) -> None:
