@@ -87,6 +87,13 @@ WRONG_VALUES = [
     edited("quoted number", "parallel.tensor", "2", "use a whole number >= 1", "tensor: 2", "tensor: '2'"),
     edited("scalar for a section", "launch", "cpu", "give a section with keys", "{device: cpu}", "cpu"),
     edited("null section", "parallel", "null", "give a section with keys", "{tensor: 2, sequence_parallel: true}", ""),
+    override(
+        "time without quotes",
+        "launch.slurm.time",
+        "43200",
+        "put it in quotes: YAML reads 12:00:00 as a number",
+        "launch.slurm.time=12:00:00",
+    ),
     override("fraction", "train.iterations", "2.5", "use a whole number >= 1"),
     override("number for a switch", "overlap.strict", "1", "use true or false"),
     override("negative", "train.lr", "-0.1", "use a number > 0"),

@@ -11,9 +11,12 @@ import pytest
 from megatron_overlap.config import ConfigError, LaunchConfig, OverlapConfig, load_launch_config
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.session import Session
-from megatron_overlap.tools.compare import rounds
+from megatron_overlap.tools.compare import command, rounds
+from megatron_overlap.tools.compare.comparison import Launched
 from megatron_overlap.tools.compare.rounds import read_training, run_rounds, select, select_generation
+from megatron_overlap.tools.launch.processes import RunError
 from megatron_overlap.tools.launch.run_records import RunRecordError
+from tests.tools.compare.test_comparison import LINK, record
 
 
 def config(name: str = "b", method: str = "p2p", **train: Any) -> LaunchConfig:
@@ -151,3 +154,19 @@ def test_every_second_round_is_reversed(tmp_path: Path, monkeypatch: pytest.Monk
     sides = run_rounds(configs, 3, tmp_path, read=lambda folder, _: folder.name, on_launch=order.append)
     assert [text.split()[-1] for text in order] == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert [side.records for side in sides] == [tuple(f"round{i}-{name}" for i in (1, 2, 3)) for name in "abc"]
+
+
+def test_times_count_although_the_peak_rate_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RunError("not done after 120 s")
+
+    chosen = select([("b.yaml", config())], attribute=False)
+    launched = [Launched(each.name, LINK, (record([1, 1, 30]),)) for each in chosen.configs]
+    monkeypatch.setattr(command, "_launch", lambda *_: (tmp_path, launched, []))
+    monkeypatch.setattr(command.flops, "find_peak", fails)
+    command._compare_training(chosen, 1, None)
+    for run in json.loads((tmp_path / "compare.json").read_text())["runs"]:
+        assert (run["step_time_ms"]["median"], run["mfu"]) == (30.0, None)
+    assert "compare: b: the peak rate is unknown: not done after 120 s" in capsys.readouterr().err
