@@ -188,7 +188,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my.yaml").write_text("base: cpu/gpt_tp2/overlap.yaml\n")
     shutil.copy(ROOT / "docs" / "results" / "linear_2_hosts.json", folder / "linear.json")
     logs = sorted((ROOT / "tests" / "tools" / "compare" / "logs").glob("*.log"))
-    for name, log in (("base", logs[0]), ("overlap", logs[1]), ("userbuffers", logs[0])):
+    for name, log in (("base", logs[1]), ("overlap", logs[2]), ("userbuffers", logs[1])):
         shutil.copy(log, folder / f"{name}.log")
     return folder
 
