@@ -218,7 +218,7 @@ class LaunchSection(Section):
     threads_per_rank: Positive = 1
     """CPU threads per rank."""
     entry: Text | None = None
-    """Training script; null: the provided script for model.arch."""
+    """Training script; null: the provided script for the model."""
     hosts: HostsConfig | None = None
     rehearsal: bool = False
     """The CPU ranks refuse what a machine with GPUs refuses; `launch --rehearse` sets it."""

@@ -66,9 +66,9 @@ def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
     """Finds TransformerEngine where the run needs it, and calls `adapt`.
 
     Args:
-        te_layers: the run builds TransformerEngine layers: TransformerEngine is taken from its folder where it is not
-            installed.
-        rehearsal: refuse what a GPU machine refuses: leave out the entries of `load_permits` with a remedy.
+        te_layers: the run builds TransformerEngine layers. If TransformerEngine is not installed, it comes from its
+            folder.
+        rehearsal: refuse what a GPU machine refuses, by leaving out the entries of `load_permits` with a remedy.
 
     Raises:
         ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.

@@ -262,12 +262,12 @@ def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def repeats_weights(layer: Any) -> bool:
-    """Whether a pass may use the weights of a layer several times, so that their gradients cannot be postponed."""
+    """Whether a forward pass may use the weights of a layer several times: their gradients cannot be postponed."""
     return getattr(layer.config, "mtp_use_repeated_layer", False) is True
 
 
 def unsupported_gradient_reason(module: torch.nn.Module, x: torch.Tensor) -> str | None:
-    """The reason in the input `x` that no layer of `module` runs in two parts, whose graph begins at their input."""
+    """The reason in the input `x` that the layers of `module` run whole: the graph of two parts begins at the input."""
     if x.requires_grad or not torch.is_grad_enabled() or not any(each.requires_grad for each in module.parameters()):
         return None
     return "the input requires no gradient, but a weight does"

@@ -99,7 +99,7 @@ class SymmetricBackend(Protocol):
         """
 
     def free_replaced(self) -> None:
-        """Free the arenas that `map` has replaced. torch then waits for the whole device: call it between steps."""
+        """Free the arenas that `map` has replaced. This may synchronise the device: call it between training steps."""
 
     def barrier(self) -> None:
         """Block until all ranks have called it and have completed their work."""

@@ -94,7 +94,7 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
 def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> str:
     """Write this rank's number to each peer and set flags of all peers as copies do; compare the numbers.
 
-    `opened` gets the backend, whose arena lives as long: to free it would synchronise the device.
+    `opened` gets the backend, so that the trial does not free its arena: torch would synchronise the device.
     """
     torch.cuda.set_device(device)
     backend = CudaBackend(host_group)
@@ -264,7 +264,7 @@ def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Let torch make no multicast object of an arena. Nothing here uses it, and a failure may block the peers.
+    """Inside the context a rendezvous creates no multicast object: none is used, and its creation may block the peers.
 
     Source: github.com/pytorch/pytorch/pull/195596. torch reads the variable at each rendezvous.
     """

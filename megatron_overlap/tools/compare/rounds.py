@@ -40,7 +40,6 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     comparable.
     """
     file, overlapped, configs = _runs_of(given)
-    _on_one_node(given)
     needed = WARM_UP_ITERATIONS + 1
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
@@ -71,7 +70,6 @@ def select_generation(
     generate.
     """
     file, _, configs = _runs_of(given)
-    _on_one_node(given)
     chosen = []
     for config in configs:
         for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
@@ -170,6 +168,10 @@ def _link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
 
 def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConfig, list[LaunchConfig]]:
     """The file and the config with the overlap, and the configs to launch, the reference first."""
+    for file, config in given:
+        if config.launch.nodes > 1:
+            remedy = "compare starts ranks on this node only; use launch --emit-slurm --baseline, then compare --logs"
+            raise ConfigError(file, "launch.nodes", config.launch.nodes, remedy)
     if len(given) > 1:
         _same_training(given)
         return *given[1], [config for _, config in given]
@@ -182,13 +184,6 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
         remedy = "the config has no overlap to compare with the stock path: set a method, or give two configs"
         raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
     return file, overlapped, [*arms(overlapped)]
-
-
-def _on_one_node(given: Sequence[tuple[str, LaunchConfig]]) -> None:
-    for file, config in given:
-        if config.launch.nodes > 1:
-            remedy = "compare starts ranks on this node only; use launch --emit-slurm --baseline, then compare --logs"
-            raise ConfigError(file, "launch.nodes", config.launch.nodes, remedy)
 
 
 def _differences(configs: Sequence[LaunchConfig]) -> list[str]:
