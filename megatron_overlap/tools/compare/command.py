@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from megatron_overlap.config import LaunchConfig, dump_config, load_launch_config
 from megatron_overlap.config.errors import usage_error, writing
@@ -15,12 +15,13 @@ from megatron_overlap.tools.compare import comparison, flops, generation_report,
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched, Side, Workload
 from megatron_overlap.tools.compare.generation import compare_generation, read_generation
 from megatron_overlap.tools.compare.rounds import Selection, read_training, run_rounds, select, select_generation
-from megatron_overlap.tools.launch.command import iterations_in
+from megatron_overlap.tools.launch.command import iterations_in, refuse_options
 from megatron_overlap.tools.launch.plan import unused_folder
 from megatron_overlap.tools.launch.processes import RunError
 
 
 def compare(
+    context: Context,
     configs: Annotated[
         list[str], Argument(help="Launch configs, the reference first, and key=value overrides for all.")
     ],
@@ -46,11 +47,14 @@ def compare(
 ) -> int:
     """Measure configs in alternating rounds. A single config is compared with itself on the stock path."""
     try:
+        if not generate:
+            refuse_options(context, ("prompt_tokens", "batches", "new_tokens", "engine"), "needs --generate")
         if logs:
-            _compare_logs([Path(file) for file in configs], output, attribute, peak_tflops)
+            refuse_options(context, ("attribute",), "launches one more run; leave it out with --logs")
+            refuse_options(context, ("rounds", "generate"), "has no effect with --logs; leave it out")
+            _compare_logs([Path(file) for file in configs], output, peak_tflops)
             return 0
-        if peak_tflops is not None:
-            raise usage_error("compare --peak-tflops", peak_tflops, "needs --logs: a launch determines the peak itself")
+        refuse_options(context, ("peak_tflops",), "needs --logs: a launch determines the peak itself")
         # `a=b` is an override unless a file has that name.
         files = [text for text in configs if "=" not in text or Path(text).is_file()]
         if not files:
@@ -60,8 +64,7 @@ def compare(
         if not generate:
             _compare_training(select(given, attribute=attribute), rounds, output)
             return 0
-        if attribute:
-            raise usage_error("compare --attribute", None, "separates the parts of a training step; leave it out")
+        refuse_options(context, ("attribute",), "separates the parts of a training step; leave it out")
         if engine not in ("dynamic", "static"):
             raise usage_error("compare --engine", engine, "give dynamic or static")
         lengths = None if prompt_tokens is None else _numbers("--prompt-tokens", prompt_tokens)
@@ -124,12 +127,10 @@ def _compare_generation(chosen: Selection, rounds: int, output: Path | None) -> 
     generation_report.write(result, folder, {config.name: dump_config(config) for config in chosen.configs})
 
 
-def _compare_logs(files: Sequence[Path], output: Path | None, attribute: bool, peak_tflops: float | None) -> None:
+def _compare_logs(files: Sequence[Path], output: Path | None, peak_tflops: float | None) -> None:
     """The same table and files from finished logs; figures that a log lacks are left out."""
     if len(files) < 2:
         raise usage_error("compare --logs", files[0], "give at least two logs, the reference first")
-    if attribute:
-        raise usage_error("compare --attribute", None, "launches one more run; leave it out with --logs")
     logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
     folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
     settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
@@ -147,8 +148,9 @@ def _open_folder(output: Path | None, parent: str, run: str) -> Path:
     folder = output or unused_folder(parent, f"compare-{run}")
     with writing("compare --output", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (report.JSON_FILE, report.HTML_FILE, report.PNG_FILE):  # of an earlier comparison
-            (folder / name).unlink(missing_ok=True)
+        for name in (report.JSON_FILE, report.HTML_FILE, report.PNG_FILE):
+            (folder / name).touch()  # a folder without write permission fails here, before the launches
+            (folder / name).unlink()  # that of an earlier comparison
     return folder
 
 

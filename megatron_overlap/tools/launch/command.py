@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from megatron_overlap.autotune.search import calls_to_select
 from megatron_overlap.config import ConfigError, LaunchConfig, arms, load_launch_config
@@ -59,6 +59,7 @@ Rendezvous = Annotated[str | None, Option(help="HOST:PORT of the first node. Req
 
 
 def launch(
+    context: Context,
     config: Config,
     overrides: Overrides = None,
     dry_run: Annotated[
@@ -88,14 +89,14 @@ def launch(
     """Run a launch config."""
     config = config_file(config)
     if emit_slurm:
+        names = ("dry_run", "run_dir", "rendezvous", "rehearse", "rehearse_ranks")
+        refuse_options(context, names, "has no effect with --emit-slurm; leave it out")
         return _emit_slurm(config, overrides or [], baseline)
-    if baseline is not None:
-        remedy = "needs --emit-slurm; to run both here: megatron-overlap compare CONFIG"
-        raise usage_error("launch --baseline", baseline, remedy)
+    refuse_options(context, ("baseline",), "needs --emit-slurm; to run both here: megatron-overlap compare CONFIG")
     if rehearse:
-        return _rehearse(config, overrides or (), run_dir, rehearse_ranks)
-    if rehearse_ranks is not None:
-        raise usage_error("launch --rehearse-ranks", rehearse_ranks, "needs --rehearse")
+        refuse_options(context, ("rendezvous",), "a rehearsal runs on this machine only; leave it out")
+        return _rehearse(config, overrides or (), run_dir, rehearse_ranks, dry_run)
+    refuse_options(context, ("rehearse_ranks",), "needs --rehearse")
     cfg = load_launch_config(config, overrides or (), inputs=not dry_run)
     if not dry_run:
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
@@ -129,7 +130,9 @@ def launch(
     return 0
 
 
-def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None) -> int:
+def _rehearse(
+    config: Path, overrides: Sequence[str], run_dir: Path | None, max_ranks: int | None, dry_run: bool
+) -> int:
     cfg = load_launch_config(config, overrides)
     downscaled, changes = downscale(cfg, max_ranks or max_local_ranks())
     folder = run_dir or unused_folder(cfg.launch.output_dir, downscaled.name)
@@ -139,6 +142,9 @@ def _rehearse(config: Path, overrides: Sequence[str], run_dir: Path | None, max_
         table.add_row(*change)
     console.print(table)
     console.print(permits_table(p for p in load_permits() if not (p.remedy and downscaled.launch.rehearsal)))
+    if dry_run:
+        print(plan(downscaled, folder).render())
+        return 0
     try:
         result = run_rehearsal(cfg, downscaled, folder, lambda started: print(f"{started.name}: {folder}", flush=True))
     except (RunError, RunRecordError) as error:
@@ -179,6 +185,14 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
         Path(files[0]).write_text(text, encoding="utf-8")
     print(f"{files[0]}: {len(configs)} run(s) on {configs[0].launch.nodes} node(s); submit it with: sbatch {files[0]}")
     return 0
+
+
+def refuse_options(context: Context, names: Sequence[str], remedy: str) -> None:
+    """Raise ConfigError with this remedy if the command line has one of these options."""
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            raise usage_error(f"{context.info_name} {param.opts[0]}", context.params[param.name], remedy)
 
 
 def require_shared_options(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:

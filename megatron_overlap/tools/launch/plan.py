@@ -47,8 +47,11 @@ class LaunchPlan:
 def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> LaunchPlan:
     """Plan a launch in the folder `run_dir`. `rendezvous`: HOST:PORT of the first node, for several nodes.
 
-    Raises ConfigError if the training script does not exist.
+    Raises ConfigError if the training script does not exist, or there is a rendezvous of one node.
     """
+    if rendezvous is not None and cfg.launch.nodes == 1:
+        remedy = f"--rendezvous {rendezvous} has no effect on one node; give the number of nodes, or leave it out"
+        raise ConfigError(cfg.name, "launch.nodes", 1, remedy)
     program = ["-m", "megatron_overlap", *entry_args(cfg, run_dir)]
     if cfg.launch.device == "cuda":
         # torchrun starts the ranks of one node. The rendezvous assigns node ranks.

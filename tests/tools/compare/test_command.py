@@ -132,6 +132,7 @@ def test_a_run_without_steps_fails_the_comparison(tmp_path: Path, capsys: pytest
         (["{config}", "--output", "{config}"], "give a path that can be written"),
         (["{config}", "trian.seed=2"], "train"),
         (["missing.yaml"], "missing.yaml"),
+        (["{config}", "--engine", "static"], "--engine: static: needs --generate"),
     ],
 )
 def test_wrong_requests_are_one_line(

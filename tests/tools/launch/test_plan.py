@@ -144,7 +144,8 @@ def test_each_node_has_a_folder_of_logs(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(plan_module, "run_ranks", lambda *_, log_dir, **__: folders.append(log_dir))
     for nodes, host in ((2, "n0"), (2, "n1"), (1, "n0")):
         monkeypatch.setattr(plan_module.socket, "gethostname", lambda host=host: host)
-        execute(plan(config(device="cuda", nodes=nodes, ranks_per_node=2), tmp_path, rendezvous="n0:29400"))
+        rendezvous = "n0:29400" if nodes > 1 else None
+        execute(plan(config(device="cuda", nodes=nodes, ranks_per_node=2), tmp_path, rendezvous=rendezvous))
     assert folders == [tmp_path / "logs/n0", tmp_path / "logs/n1", tmp_path / "logs"]
 
 

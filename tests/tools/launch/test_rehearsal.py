@@ -275,6 +275,13 @@ def test_a_rehearsal_of_experts(file: str, overlaps: bool, tmp_path: Path, capsy
     [
         (["--rehearse-ranks", "2"], "command line: launch --rehearse-ranks: 2: needs --rehearse"),
         (["--rehearse", "--rehearse-ranks", "0"], "command line: launch --rehearse-ranks: 0"),
+        (["--rehearse", "--rendezvous", "a:1"], "command line: launch --rendezvous: a:1: a rehearsal runs on"),
+        (["--dry-run", "--rendezvous", "a:1"], "{config}: launch.nodes: 1: --rendezvous a:1 has no effect"),
+        (["--emit-slurm", "--dry-run"], "command line: launch --dry-run: true: has no effect with --emit-slurm"),
+        (["--emit-slurm", "--run-dir", "x"], "command line: launch --run-dir: x: has no effect with --emit-slurm"),
+        (["--emit-slurm", "--rendezvous", "a:1"], "command line: launch --rendezvous: a:1: has no effect"),
+        (["--emit-slurm", "--rehearse"], "command line: launch --rehearse: true: has no effect with --emit-slurm"),
+        (["--emit-slurm", "--rehearse-ranks", "2"], "command line: launch --rehearse-ranks: 2: has no effect"),
         (["--rehearse", "parallel.tensor=3"], "{base}: launch.ranks_per_node: 8: 8 ranks cannot"),
     ],
 )
@@ -282,4 +289,16 @@ def test_a_wrong_request_prints_one_line(argv: list[str], line: str, capsys: pyt
     config = CONFIGS / "llama3_8b_tp8/overlap.yaml"
     assert cli.main(["launch", str(config), *argv]) == 2
     (shown,) = capsys.readouterr().err.splitlines()
-    assert shown.startswith(line.format(base=CONFIGS.parent / "base" / "gpus.yaml")), shown
+    assert shown.startswith(line.format(config=config, base=CONFIGS.parent / "base" / "gpus.yaml")), shown
+
+
+def test_a_dry_run_of_a_rehearsal_prints_the_plan_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    argv = ["launch", str(CONFIGS.parent / "cpu/llama_tp2/overlap.yaml"), "--rehearse", "--dry-run"]
+    assert cli.main([*argv, "--run-dir", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "smallest shape that the layout allows" in printed
+    assert "--train-iters 3" in printed
+    assert not folder.exists()
