@@ -29,7 +29,7 @@ from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tools.gemm_rate import DTYPES, default_precision, gemm_tflops
 from megatron_overlap.tools.launch.netlab import Netlab
-from megatron_overlap.tools.launch.processes import run_workers
+from megatron_overlap.tools.launch.processes import RunError, run_workers
 
 sys.path.insert(0, str(Path(__file__).parent))  # for an import as `scripts.calibrate`
 from measured_profile import (
@@ -312,7 +312,20 @@ def main(argv: list[str] | None = None) -> int:
     if args.worker is not None:
         _rank(args.worker, precision)
         return 0
-    found = run_ranks(args.ranks, precision)
+    if args.ranks < 2:
+        parser.error(f"--ranks: {args.ranks}: give 2 or more")
+    try:  # a path that cannot be written fails before the measurement
+        with tempfile.NamedTemporaryFile(dir=args.output.parent):
+            fails = "is a folder" if args.output.is_dir() else None
+    except OSError as error:
+        fails = error.strerror
+    if fails is not None:
+        parser.error(f"--output: {args.output}: {fails}; give a path that can be written")
+    try:
+        found = run_ranks(args.ranks, precision)
+    except RunError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 1
     source = f"scripts/calibrate.py on {socket.gethostname()}, {time.strftime('%Y-%m-%d')}"
     write_profile(args.output, profile_tree(found, precision, source))
     print("not used for calibration: measured, modelled, error")

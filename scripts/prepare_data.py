@@ -84,10 +84,15 @@ def find_corpus(root: Path, source: str, pattern: str, leave_out: Sequence[Path]
         limit: largest number of documents, None for all.
 
     Raises:
-        UsageError: there is no document.
+        UsageError: there is no document, or the pattern is no relative glob.
     """
     files, skipped, digest = [], 0, hashlib.sha256()
-    for file in sorted(root.glob(pattern)):
+    try:
+        found = sorted(root.glob(pattern))
+    except (ValueError, NotImplementedError):
+        remedy = "give a glob relative to the folder, such as '**/*.txt'"
+        raise UsageError(f"command line: --pattern: {pattern!r}: {remedy}") from None
+    for file in found:
         name = file.relative_to(root)
         hidden = any(part.startswith(".") for part in name.parts)
         if hidden or not file.is_file() or any(file.is_relative_to(folder) for folder in leave_out):
@@ -273,8 +278,14 @@ def _write(file: Path, text: str) -> None:
 
 @contextmanager
 def _only_one(output: Path) -> Iterator[None]:
-    """Hold the folder; the kernel lets go when this process ends, however it ends."""
-    with (output / LOCK).open("w") as lock:
+    """Make and hold the folder; the kernel lets go when this process ends, however it ends."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock = (output / LOCK).open("w")
+    except OSError as error:
+        remedy = "give a folder that can be written"
+        raise UsageError(f"command line: --output: {output}: {error.strerror}; {remedy}") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -314,7 +325,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = _parse(argv)
         output: Path = options.output
-        output.mkdir(parents=True, exist_ok=True)
         with _only_one(output):
             if options.input is None:
                 corpus = standard_library_corpus(options.max_documents)

@@ -147,6 +147,22 @@ def test_lateness_is_measured_after_10_and_40_ms_of_gemms() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--ranks", "1"], "--ranks: 1: give 2 or more"),
+        (["--output", "/nonexistent/x"], "--output: /nonexistent/x: No such file or directory; give a path"),
+        (["--output", "{tmp}"], "--output: {tmp}: is a folder; give a path"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_the_measurement(
+    options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.main([option.format(tmp=tmp_path) for option in options])
+    assert says.format(tmp=tmp_path) in capsys.readouterr().err
+
+
 def test_calibration_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert calibrate.main(["--output", str(path), "--precision", "fp32"]) == 0

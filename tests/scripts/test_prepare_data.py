@@ -229,6 +229,9 @@ def test_a_tokenizer_that_was_done_is_used_after_an_interruption(
         (["{texts}", "--output", "{out}", "--vocab-size", "many"], "--vocab-size"),
         (["{texts}", "--output", "{out}", "--max-documents", "0"], "at least 1"),
         (["{texts}", "--output", "{out}", "--pattern", "*.rst"], "no text file matches *.rst"),
+        (["{texts}", "--output", "{out}", "--pattern", ""], "--pattern: '': give a glob relative to the folder"),
+        (["{texts}", "--output", "{out}", "--pattern", "/x/*"], "--pattern: '/x/*': give a glob relative"),
+        (["{texts}", "--output", "/proc/x"], "--output: /proc/x: No such file or directory; give a folder"),
         (["{texts}", "--output", "{out}", "--wat"], "--wat"),
     ],
 )
