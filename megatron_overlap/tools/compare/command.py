@@ -131,9 +131,10 @@ def _compare_logs(files: Sequence[Path], output: Path | None, peak_tflops: float
     """The same table and files from finished logs; figures that a log lacks are left out."""
     if len(files) < 2:
         raise usage_error("compare --logs", files[0], "give at least two logs, the reference first")
-    logged = megatron_logs.sides([megatron_logs.read_log(file) for file in files], peak_tflops)
+    read = [megatron_logs.read_log(file) for file in files]
+    logged = megatron_logs.sides(read, peak_tflops)
     folder = _open_folder(output, "runs", logged[-1].name.replace("/", "-"))
-    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": list(megatron_logs.NOTES)}
+    settings = {"source": "logs", "logs": [str(file) for file in files], "notes": megatron_logs.notes(read)}
     report.write(comparison.compare(logged, settings=settings), folder, {})
 
 

@@ -104,6 +104,21 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
     return found
 
 
+def notes(logs: Sequence[Log]) -> list[str]:
+    """How logs are read, after what the figures of these logs do not show: steps without an update or a loss."""
+    found = []
+    for log in logs:
+        skipped = sum(line.get("skipped", 0) for line in log.lines.values())
+        if skipped:
+            found.append(
+                f"{log.path}: {skipped:.0f} steps were skipped: they updated no weights, and their loss is unknown."
+            )
+        missing = sum("loss" not in line for line in log.lines.values())
+        if missing:
+            found.append(f"{log.path}: {missing} of {len(log.lines)} lines have no loss: Megatron logs no NaN.")
+    return [*found, *NOTES]
+
+
 def _settings(first: Log, log: Log, common: Sequence[int]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Name and values of what two runs must have in common, None where a log does not have it."""
     yield "world_size", (first.world_size, log.world_size)

@@ -43,7 +43,7 @@ _FIELDS = {  # name, title in Megatron's line, text of `launch`
 }
 # Another field, or the end of the line, follows: the last line of a killed run may end anywhere.
 _PATTERNS = {
-    name: re.compile(rf"{re.escape(title)}:\s*([-+.\deEnaif]+)[^|]*\|") for name, (title, _) in _FIELDS.items()
+    name: re.compile(rf"{re.escape(title)}:\s*([-+.\deEnaifNAIF]+)[^|]*\|") for name, (title, _) in _FIELDS.items()
 }
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank

@@ -182,3 +182,21 @@ def test_the_last_line_of_a_killed_run_does_not_count(end: str, tmp_path: Path) 
 def test_a_peak_without_logs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "x.yaml", "--peak-tflops", "1"]) == 2
     assert "--peak-tflops: 1.0: needs --logs" in capsys.readouterr().err
+
+
+def test_skipped_steps_and_lines_without_a_loss_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = OVERLAP.read_text()
+    skipped, nan = tmp_path / "skipped.log", tmp_path / "nan.log"
+    skipped.write_text(re.sub(r"(skipped iterations:\s+)0", r"\g<1>1", text))
+    nan.write_text(re.sub(r"lm loss:[^|]*\|", "", text))
+    assert cli.main(["compare", "--logs", str(STOCK), str(skipped), str(nan), "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert f"- {skipped}: 6 steps were skipped: they updated no weights" in printed
+    assert f"- {nan}: 6 of 6 lines have no loss" in printed
+
+
+def test_an_infinite_loss_is_not_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    infinite = tmp_path / "infinite.log"
+    infinite.write_text(re.sub(r"lm loss: [^|]*\|", "lm loss: INF |", OVERLAP.read_text()))
+    assert cli.main(["compare", "--logs", str(STOCK), str(infinite), "--output", str(tmp_path / "out")]) == 1
+    assert "inf in the other" in capsys.readouterr().err
