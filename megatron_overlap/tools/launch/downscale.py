@@ -38,7 +38,13 @@ NEEDS_GPU = (
     *("--tp-comm", "--use-nccl-ub", "--nccl-communicator-config-path", "--high-priority-stream-groups"),
 )
 _WIDTHS = ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
-_STAGES = "--num-layers-per-virtual-pipeline-stage"
+_STAGES = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+# Their values count layers or name single layers of the whole model; a plain number of `-freq` does not.
+_LAYERS = (
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+)
+_LAYER_PATTERNS = ("--moe-layer-freq", "--linear-attention-freq", "--no-rope-freq", "--window-attn-skip-freq")
 
 
 class Change(NamedTuple):
@@ -72,7 +78,7 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
             methods.append(Change(f"overlap.{name}.method", "auto", "p2p", reason))
     flags = {flag for _, flag in flags_in(args)}
     small["model"] |= _downscaled_model(cfg, sizes) | {"preset": None}
-    if _STAGES in flags:
+    if flags & {*_STAGES}:
         small["model"]["num_layers"] *= 2  # two layers for each rank of an interleaved pipeline
     if not has_data and "--tokenizer-type" not in flags:
         small["model"]["vocab_size"] = min(cfg.model.vocab_size, VOCAB_SIZE)
@@ -178,8 +184,11 @@ def _downscaled_arg(
         return [str(min(int(values[0]), 2, ranks))], _REASONS["parallel"]
     if flag == "--expert-tensor-parallel-size":
         return [str(min(int(values[0]), sizes["tensor"]))], "at most parallel.tensor"
-    if flag == _STAGES:
-        return (["1"], "one layer per stage") if sizes["pipeline"] > 1 else (None, "needs pipeline parallelism")
+    if flag in _STAGES:
+        number, reason = ("1", "one layer per chunk") if flag == _STAGES[0] else ("2", "two chunks per stage")
+        return ([number], reason) if sizes["pipeline"] > 1 else (None, "needs pipeline parallelism")
+    if flag in _LAYERS or (flag in _LAYER_PATTERNS and not "".join(values).isdigit()):
+        return None, "counts layers of the whole model"
     return values, ""
 
 

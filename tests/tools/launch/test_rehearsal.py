@@ -128,6 +128,36 @@ def test_interleaved_stages_are_downscaled_with_their_layers() -> None:
     }
 
 
+def test_virtual_stages_are_downscaled_with_their_layers() -> None:
+    downscaled, _ = with_args("--num-virtual-stages-per-pipeline-rank", "6")
+    assert downscaled.megatron_args == ("--num-virtual-stages-per-pipeline-rank", "2")
+    assert downscaled.model.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--moe-layer-freq ([0]*3+[1]*93)",
+        "--no-rope-freq=[0,1]*48",
+        "--decoder-first-pipeline-num-layers 5",
+        "--decoder-last-pipeline-num-layers=5",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-layout Et*12|L",
+    ],
+)
+def test_arguments_that_count_layers_are_removed_and_listed(given: str) -> None:
+    downscaled, named = with_args(*given.split(" "))
+    assert downscaled.megatron_args == ()
+    assert named == {given: "removed"}
+
+
+def test_a_frequency_of_layers_is_kept() -> None:
+    downscaled, named = with_args("--moe-layer-freq", "2")
+    assert downscaled.megatron_args == ("--moe-layer-freq", "2")
+    assert not named
+
+
 def test_experts_are_downscaled() -> None:
     cfg = load_launch_config(CONFIGS / "mixtral_8x7b_tp4_ep8/overlap.yaml")
     downscaled, changes = downscale(cfg, 2)
