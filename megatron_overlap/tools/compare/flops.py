@@ -116,11 +116,15 @@ def padded_vocab_size(vocab_size: int, tensor: int, multiple: int = VOCABULARY_M
     return -(-vocab_size // step) * step
 
 
+def vocabulary_multiple(cfg: LaunchConfig) -> int:
+    """The rows of the embedding on each tensor parallel rank are a multiple of this number."""
+    return number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
+
+
 def step_flops(cfg: LaunchConfig) -> float:
     """Model FLOPs of one iteration over all ranks. Raises as `known_model`."""
     known_model(cfg.megatron_args)
-    multiple = number_after("--make-vocab-size-divisible-by", cfg.megatron_args) or VOCABULARY_MULTIPLE
-    vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, multiple)
+    vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, vocabulary_multiple(cfg))
     each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, experts=expert_shape(cfg))
     return sum(each.values()) * (cfg.train.global_batch_size * cfg.train.seq_length)
 

@@ -10,12 +10,14 @@ from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATC
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.tools.compare.flops import (
     EXPERTS_FLAG,
+    VOCABULARY_MULTIPLE,
     Attention,
     ExpertShape,
     expert_shape,
     known_model,
     padded_vocab_size,
     token_flops,
+    vocabulary_multiple,
 )
 from megatron_overlap.tools.simulate.linear import LinearOverlap
 
@@ -71,7 +73,8 @@ class Job:
     tensor_overlap: LinearOverlap = LinearOverlap()
     split: Split | Literal["auto"] = "none"
     data_overlap: Literal["none", "stock"] = "stock"  # Megatron's overlap flags for gradients and parameters
-    gradient_bytes: int = 4  # of one gradient element in the reduction; Megatron reduces in fp32 by default
+    gradient_bytes: int = 4  # of one gradient element in memory and in the reduction
+    vocabulary_multiple: int = VOCABULARY_MULTIPLE  # of the rows of the embedding on a tensor rank
     bucket_parameters: int | None = None  # smallest number of a gradient bucket; None: Megatron's default
     experts: Experts | None = None
     materializes_scores: bool = False  # attention is two products and a softmax with all scores in memory
@@ -127,7 +130,7 @@ class Job:
     @property
     def vocabulary(self) -> int:
         """Rows of the padded embedding over all tensor ranks."""
-        return padded_vocab_size(self.model.vocab_size, self.tensor)
+        return padded_vocab_size(self.model.vocab_size, self.tensor, self.vocabulary_multiple)
 
     @property
     def table_parameters(self) -> int:
@@ -258,12 +261,21 @@ def job_of(config: LaunchConfig) -> Job:
         tensor_overlap=overlap,
         split="none" if tensor.split == "auto" and tensor.method != "auto" else tensor.split,
         data_overlap="none" if config.overlap.data.method == "none" else "stock",
-        gradient_bytes=2 if "--grad-reduce-in-bf16" in config.megatron_args else 4,
+        gradient_bytes=_gradient_bytes(config),
+        vocabulary_multiple=vocabulary_multiple(config),
         bucket_parameters=number_after("--ddp-bucket-size", config.megatron_args),
         experts=_experts(config),
         materializes_scores=config.launch.device == "cpu",
         fused_accumulation=config.launch.device != "cpu" and train.gradient_accumulation_fusion is not False,
     )
+
+
+def _gradient_bytes(config: LaunchConfig) -> int:
+    """Megatron keeps and reduces gradients in fp32 by default in bf16 trainings only."""
+    args, precision = config.megatron_args, config.train.precision
+    if precision == "bf16":
+        return 2 if "--grad-reduce-in-bf16" in args else 4
+    return 2 if precision == "fp16" and "--accumulate-allreduce-grads-in-fp32" not in args else 4
 
 
 def _experts(config: LaunchConfig) -> Experts | None:

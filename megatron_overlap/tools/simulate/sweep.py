@@ -52,7 +52,7 @@ def _stage(job: Job, stage: int) -> Memory:
     # Gathered input, partial product and receive buffers of a reduce-scatter.
     buffer_pool = 3 * job.rows * job.model.hidden_size * item if job.tensor > 1 and job.sequence_parallel else 0.0
     return Memory(
-        parameters * (item + 4) / _GIB,  # Megatron's main gradients are fp32
+        parameters * (item + job.gradient_bytes) / _GIB,
         job.updated_parameters(stage) * (_OPTIMIZER_BYTES if item < 4 else 8) / _GIB,
         activations / _GIB,
         buffer_pool / _GIB,

@@ -111,9 +111,25 @@ def test_megatron_arguments_that_change_the_step() -> None:
 
     assert (job().virtual, job().gradient_bytes) == (1, 4)
     assert job("--grad-reduce-in-bf16").gradient_bytes == 2
+    assert job().vocabulary == 128256
+    assert job("--make-vocab-size-divisible-by", "2001").vocabulary == 33 * 2 * 2001
     # Eight layers a stage: two a chunk make four chunks.
     assert job("--num-layers-per-virtual-pipeline-stage", "2").virtual == 4
     assert job("--num-virtual-stages-per-pipeline-rank=2").virtual == 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "args", "expected"),
+    [
+        ("fp32", "--grad-reduce-in-bf16", 4),
+        ("fp16", "", 2),
+        ("fp16", "--accumulate-allreduce-grads-in-fp32", 4),
+        ("bf16", "", 4),
+    ],
+)
+def test_the_bytes_of_gradients_are_those_of_megatron(precision: str, args: str, expected: int) -> None:
+    job = job_of(load_launch_config(CONFIG, [f"train.precision={precision}", f"megatron_args=[{args}]"]))
+    assert job.gradient_bytes == expected
 
 
 def script(name: str) -> ModuleType:

@@ -156,6 +156,8 @@ def test_memory_by_hand() -> None:
     memory = memory_of(whole)
     assert memory.parameters_and_gradients == pytest.approx(parameters * 6 / 2**30)
     assert memory.optimizer == pytest.approx(parameters * 12 / 2**30)
+    in_bf16 = memory_of(replace(whole, gradient_bytes=2))
+    assert in_bf16.parameters_and_gradients == pytest.approx(parameters * 4 / 2**30)
     assert memory_of(job(data=4)).optimizer == pytest.approx(memory.optimizer / 4)
     assert memory_of(job(data=4, distributed_optimizer=False)).optimizer == pytest.approx(memory.optimizer)
     assert memory_of(job(recompute="full")).activations < memory.activations / 4
