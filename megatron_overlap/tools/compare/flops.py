@@ -122,8 +122,14 @@ def vocabulary_multiple(cfg: LaunchConfig) -> int:
 
 
 def step_flops(cfg: LaunchConfig) -> float:
-    """Model FLOPs of one iteration over all ranks. Raises as `known_model`."""
+    """Model FLOPs of one iteration over all ranks.
+
+    Raises as `known_model`, and UnknownFlopsError for documents: their attention depends on their lengths.
+    """
     known_model(cfg.megatron_args)
+    if cfg.overlap.varlen.method != "none":
+        what = "the FLOPs of attention depend on the lengths of the documents"
+        raise UnknownFlopsError(f"overlap.varlen.method: {cfg.overlap.varlen.method}: {what}")
     vocabulary = padded_vocab_size(cfg.model.vocab_size, cfg.parallel.tensor, vocabulary_multiple(cfg))
     each = token_flops(cfg.model, cfg.train.seq_length, vocabulary, experts=expert_shape(cfg))
     return sum(each.values()) * (cfg.train.global_batch_size * cfg.train.seq_length)

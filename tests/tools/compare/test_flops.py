@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap.config import LaunchConfig, load_launch_config
+from megatron_overlap.config.overlap import VarlenOverlap
 from megatron_overlap.tools.compare import flops
 from tests.helpers.forked_python import ForkedPython
 
@@ -151,6 +152,13 @@ def test_another_padding_is_read(args: list[str]) -> None:
 def test_another_model_is_not_guessed(arg: str) -> None:
     with pytest.raises(flops.UnknownFlopsError, match=arg.partition("=")[0]):
         flops.step_flops(config({"preset": "gpt_tiny"}, megatron_args=[arg]))
+
+
+def test_documents_have_unknown_flops() -> None:
+    cfg = config({"preset": "gpt_tiny"})
+    varlen = cfg.overlap.model_copy(update={"varlen": VarlenOverlap(method="masked")})
+    with pytest.raises(flops.UnknownFlopsError, match=r"overlap\.varlen\.method: masked"):
+        flops.step_flops(cfg.model_copy(update={"overlap": varlen}))
 
 
 @pytest.mark.parametrize(
