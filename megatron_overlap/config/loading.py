@@ -48,7 +48,7 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
     The `base` files are read first: files relative to `path`, or names of shipped configs. Overrides are `key=value`
     texts, applied last; `overlap.*.method=none` reaches every method.
     """
-    composed = _compose(path, overrides)
+    composed = _compose(path, overrides, is_launch=True)
     config = validate(LaunchConfig, composed)
     if inputs:
         for problem in missing_inputs(config):
@@ -56,10 +56,10 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
     return config
 
 
-def _compose(path: str | Path, overrides: Sequence[str]) -> Composed:
+def _compose(path: str | Path, overrides: Sequence[str], *, is_launch: bool = False) -> Composed:
     """The merged file. The default name is `my` for `my.yaml`, and `NAME_overlap` for `gpu/NAME/overlap.yaml`."""
     composed = compose(path, overrides, ("tensor", "data", "ulysses", "expert", "varlen"))
-    if "model" in composed.tree and "train" in composed.tree:
+    if is_launch or {"model", "train"} <= set(composed.tree):
         file = Path(path).resolve()
         folders = f"{file.parent.name}_" if file.parent.parent.name in ("cpu", "gpu") else ""
         composed.tree.setdefault("name", f"{folders}{file.stem}")

@@ -53,7 +53,7 @@ UNREADABLE = [
     Wrong("same key twice", "line 2", "name: b", "found duplicate key name", text="name: a\nname: b\n"),
     Wrong("tab", "line 2", "lr: 1", "is not valid YAML", text="train:\n\tlr: 1\n"),
     Wrong("bytes", "(file)", "sample.yaml", "give a YAML file", text=b"\xff\xfe\x00"),
-    Wrong("nothing", "name", "null", "missing", text="# nothing\n"),
+    Wrong("nothing", "model", "null", "missing; give a section", text="# nothing\n"),
     Wrong("number as key", "7", "seven", "keys are names", text="7: seven\n"),
     Wrong("python tag", "line 1", "a: !!python/object/apply:os.system [ls]", "is not valid YAML",
           text="a: !!python/object/apply:os.system [ls]\n"),
