@@ -4,6 +4,7 @@ A subcommand is a function with typer annotations. It returns the exit code; Non
 """
 
 import importlib
+import io
 import pkgutil
 import re
 import sys
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0: done, 1: the run failed or a check did not hold, 2: the request was wrong (one line on stderr).
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(_command_in(args), args)
     except ConfigError as error:

@@ -179,10 +179,12 @@ def _emit_slurm(config: Path, arguments: list[str], baseline: str | None) -> int
             raise ConfigError(baseline, "name", configs[0].name, remedy)
     text = batch_file(configs, files[0] if files else "FILE")
     if not files:
+        if not text.isascii() and sys.stdout.encoding == "ascii":
+            raise usage_error("launch --emit-slurm", None, "give FILE, or set PYTHONUTF8=1: the text is not ASCII")
         print(text, end="")
         return 0
     with writing("launch --emit-slurm", Path(files[0])):
-        Path(files[0]).write_text(text, encoding="utf-8")
+        Path(files[0]).write_text(text, encoding="utf-8", errors="surrogateescape")
     print(f"{files[0]}: {len(configs)} run(s) on {configs[0].launch.nodes} node(s); submit it with: sbatch {files[0]}")
     return 0
 

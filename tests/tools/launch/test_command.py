@@ -72,6 +72,23 @@ def test_launch_trains_prints_progress_and_the_run_directory(
     assert load_launch_config(run_dir / "config.yaml") == load_launch_config(config)
 
 
+def test_a_terminal_without_utf8_shows_escapes(config: Path, tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0"}
+
+    def started(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [*LAUNCH, str(config), *map(str, args)]
+        env = os.environ | ascii_only
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, env=env)
+
+    config.write_text(config.read_text().replace("/runs", "/r\u00fcns").replace("hosts: {hosts: 2", "# "), "utf-8")
+    config.write_text(re.sub(r", # .*", "}", config.read_text("utf-8")), "utf-8")
+    assert "/r\\xfcns/tiny-" in started("--dry-run").stdout
+    assert "the text is not ASCII" in started("--emit-slurm").stderr
+    job = tmp_path / "j\u00f6b.sh"
+    assert started("--emit-slurm", job).returncode == 0
+    assert "/r\u00fcns" in job.read_text("utf-8")
+
+
 FAILING_RANK = """
 import os, signal, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
