@@ -184,7 +184,7 @@ def _table(
     table.add_column(first, no_wrap=True)
     columns = [column for column in columns if any(row.get(column[1], 0.0) > 0.0 for row in rows.values())]
     for heading, *_ in columns:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")  # an ellipsis would hide digits
     for name, row in rows.items():
         table.add_row(name, *(f"{factor * row[key]:.{digits}f}" for _, key, factor, digits in columns))
     return table

@@ -132,6 +132,14 @@ def test_the_bytes_of_gradients_are_those_of_megatron(precision: str, args: str,
     assert job.gradient_bytes == expected
 
 
+def test_a_narrow_terminal_shows_all_digits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    assert cli.main(["simulate", CONFIG]) == 0
+    assert "\u2026" not in capsys.readouterr().out
+
+
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
