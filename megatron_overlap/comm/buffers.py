@@ -23,6 +23,7 @@ class BufferPool:
 
     Attributes:
         derived: what callers derive from buffers, by keys of theirs; emptied when a buffer is replaced.
+        in_use: names of operations in flight, for callers that take one name for each.
     """
 
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
@@ -31,6 +32,7 @@ class BufferPool:
         self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
         self._taken: dict[tuple[object, ...], torch.Tensor] = {}
         self.derived: dict[Any, Any] = {}
+        self.in_use: set[str] = set()
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
         """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content.

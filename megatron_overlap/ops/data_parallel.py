@@ -57,7 +57,6 @@ class GradientReduce:
     ) -> None:
         self.transport, self.gather, self.wide, self.pieces = transport, gather, wide, pieces
         self._pending: deque[Reduction] = deque()
-        self.used_buffers: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, bucket: torch.Tensor, *, mean: bool = False) -> Reduction:
@@ -159,11 +158,11 @@ class Reduction:
         plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
         self._messages = plan.messages
         self._next = 0
-        self._number = next(number for number in count() if number not in owner.used_buffers)
-        owner.used_buffers.add(self._number)
+        pool = transport.buffer_pool
+        self._name = next(name for number in count() if (name := f"bucket{number}") not in pool.in_use)
+        pool.in_use.add(self._name)
         # Rank 0 has the longest shard.
-        name, shape = f"bucket{self._number}", (layout.shard_rows(0) * (size - 1),)
-        of = plan, layout, transport.buffer_pool.take(name, shape, bucket, symmetric=True)
+        of = plan, layout, pool.take(self._name, (layout.shard_rows(0) * (size - 1),), bucket, symmetric=True)
         shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
         self._p2p_work = transport.begin(Exchange(shards, bucket, together=True), "gradient reduce-scatter")
@@ -181,7 +180,7 @@ class Reduction:
                 own = slice(*self._layout.rows(self._messages[messages[0]].recv))
                 self._sum(self._bucket[own], self._terms[self._next])
             self._next += 1
-        self._owner.used_buffers.discard(self._number)
+        self._owner.transport.buffer_pool.in_use.discard(self._name)
         if self._owner.gather is not None:
             # The gather overwrites the sent shards.
             self._p2p_work.wait_all()

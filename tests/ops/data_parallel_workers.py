@@ -108,6 +108,22 @@ def landing_memory(group: dist.ProcessGroup, rounds: int) -> tuple[int, int]:
     return held[0], held[-1]
 
 
+def two_reducers(group: dist.ProcessGroup) -> bool:
+    """The buckets of a sharded and of a plain model of the same ranks are in flight together."""
+    transport, gather = GlooTransport(group), GlooTransport(group)
+    sharded, plain = GradientReduce(transport), GradientReduce(transport, gather=gather)
+    size, rank, equal = group.size(), group.rank(), True
+    for number in range(1, 9):
+        first, second = torch.full((64 * size,), float(number)), torch.full((64 * size,), 100.0 * number)
+        begun = sharded.begin(first), plain.begin(second)
+        for each in begun:
+            each.wait()
+        equal &= bool((first[64 * rank :][:64] == size * number).all() and (second == 100 * size * number).all())
+    transport.close()
+    gather.close()
+    return equal
+
+
 def sums_on_the_way(group: dist.ProcessGroup) -> bool:
     """A bucket that has landed is added when the next one begins, and its landing buffer serves the one after."""
     transport = GlooTransport(group)

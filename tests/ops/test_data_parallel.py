@@ -79,6 +79,10 @@ def test_landing_buffers_are_used_again(world: World) -> None:
         assert first == last == 3 * 300 * 4
 
 
+def test_reducers_of_one_transport_have_separate_buffers(world: World) -> None:
+    assert all(world.run(2, cases.two_reducers))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_what_has_landed_is_added_on_the_way(world: World, num_ranks: int) -> None:
     assert all(world.run(num_ranks, cases.sums_on_the_way))

@@ -60,7 +60,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         whole = {name: getattr(self, name) for name in _LISTS}
         whole[_INNER] = [group["params"] for group in inner_groups]
         before = [group.get("step") for group in inner_groups]
-        after = list(before)
+        after, barrier = list(before), self.config.barrier_with_L1_time
         try:
             for bucket_group, part in zip(groups, _parts(self, whole, groups), strict=True):
                 _install(self, part)
@@ -73,7 +73,10 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
                         after[number] = group["step"]
                 counters.overlapped("data", "optimizer", "step of a bucket, then its gather", "forward")
                 _begin_gather(bucket_group)
+                # Barriers of Megatron's timers are for all ranks, and pipeline stages have other numbers of buckets.
+                self.config.barrier_with_L1_time = False
         finally:
+            self.config.barrier_with_L1_time = barrier
             _set_step_counts(inner_groups, after)
             _install(self, whole)
         return done

@@ -113,6 +113,9 @@ def _forward(
     modules = (layer.linear_qkv, layer.linear_proj)
     if (
         given - known
+        # Since the layer was built, adapters such as LoRA may have replaced a module or its forward.
+        or not (_is_local(layer) or _is_te(layer))
+        or any("forward" in vars(module) for module in (*modules, layer.core_attention))
         or (isinstance(freqs, tuple) and (len(freqs) != 2 or freqs[0] is not freqs[1]))
         or hidden_states.dtype != layer.linear_qkv.weight.dtype
         or torch.is_autocast_enabled(hidden_states.device.type)

@@ -74,6 +74,19 @@ class ForeignAdam(torch.optim.AdamW):
     """An Adam of an unknown class."""
 
 
+class _Timer:
+    """In place of Megatron's timers; counts their barriers."""
+
+    def __init__(self) -> None:
+        self.barriers = 0
+
+    def start(self, barrier: bool = False) -> None:
+        self.barriers += barrier
+
+    def stop(self) -> None:
+        pass
+
+
 def _model(precision: torch.dtype, reverse: bool) -> torch.nn.Module:
     class Layer(torch.nn.Module):
         def __init__(self, size: int) -> None:
@@ -169,6 +182,8 @@ def train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
 
 def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
     model, optimizer = _wrapped(run)
+    timer = _Timer()
+    optimizer.config.timers, optimizer.config.barrier_with_L1_time = lambda *_, **__: timer, True
     hooks = run.sharded and model.ddp_config.overlap_param_gather
     if hooks:
         # As Megatron's training loop does until the first step has been made.
@@ -210,6 +225,7 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
         "state": [{name: value.clone() for name, value in sorted(one.items())} for one in state],
         "steps": [one.get("step") for one in inner.param_groups],
         "scale": float(optimizer.get_loss_scale()),
+        "barriers": timer.barriers,
     }
 
 
@@ -229,6 +245,8 @@ def compared(group: dist.ProcessGroup, run: Run, stock: Run) -> dict[str, Any]:
     for key in ("losses", "norms", "steps"):
         assert _same(mine[key], theirs[key]), f"{key}: {mine[key]} {theirs[key]}"
     assert mine["scale"] == theirs["scale"]
+    # Pipeline stages have different numbers of buckets, but must meet in every barrier.
+    assert mine["barriers"] == theirs["barriers"] > 0
     for key in ("parameters", "state", "looked"):
         assert len(mine[key]) == len(theirs[key])
         for index, (one, other) in enumerate(zip(mine[key], theirs[key], strict=True)):

@@ -75,6 +75,18 @@ def test_a_new_step_forgets_what_an_aborted_one_left() -> None:
     assert started == ["a", "b"]
 
 
+def test_the_report_names_buckets_that_start_late() -> None:
+    """The groups of a LLaVA-like model: those of the vision model come first, and are ready last."""
+    session = Session(OverlapConfig())
+    for names, ready, late in (("vabcd", "abcdv", "4 of 5"), ("abcdef", "cbadfe", None), ("ab", "ba", None)):
+        groups, excluded = _groups(names), session.counters.excluded
+        order = session.adapter(BucketOrders).of[groups[0]] = BucketOrder(groups)
+        assert _started(order, groups, ready)[-1] == names
+        session.next_step()
+        line = excluded.pop("early start of gradient buckets", None)
+        assert line is None if late is None else line is not None and line.startswith(f"{late} wait for parameters")
+
+
 def test_a_function_that_another_package_set_on_a_group_stays() -> None:
     session, calls = Session(OverlapConfig()), list[str]()
 

@@ -113,9 +113,13 @@ def compare_with_textbook(
     main_grad: bool = False,
     recompute: bool = False,
     hook: bool = False,
+    replaced: str = "",
     **changes: Any,
 ) -> list[str]:
-    """Compares output, input gradient and summed weight gradients; returns the operations that ran."""
+    """Compares output, input gradient and summed weight gradients; returns the operations that ran.
+
+    `replaced`: a module whose forward is replaced after the layer was built, on the instance or by another class.
+    """
     start(group)
     size, rank = group.size(), group.rank()
     layout = SequenceLayout.zigzag(8 * size, size)
@@ -128,6 +132,19 @@ def compare_with_textbook(
         layer = make_layer(**changes).train()
         if hook:
             layer.linear_qkv.register_full_backward_hook(lambda *_: None)
+        called: list[str] = []
+        if replaced:
+            module, how = getattr(layer, replaced.split()[0]), replaced.split()[1]
+            kind = type(module)
+
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                called.append(replaced)
+                return kind.forward(self, *args, **kwargs)
+
+            if how == "class":
+                module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+            else:
+                module.forward = functools.partial(forward, module)
         hooked: list[str] = []
         for name in ("linear_qkv", "linear_proj"):
             module = getattr(layer, name)
@@ -142,6 +159,7 @@ def compare_with_textbook(
         y.backward(own_rows(dwhole, layout, rank))
         sites = session.report().sites
     assert hooked == ["linear_qkv", "linear_proj"], "the pre-hooks wait for parameters"
+    assert called == [replaced] * bool(replaced)
     assert "forward" not in vars(layer), "disable() restores the layer"
     expected = whole.clone().requires_grad_()
     true = textbook(layer, expected)
