@@ -100,11 +100,10 @@ def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> s
     backend = CudaBackend(host_group)
     opened.append(backend)
     words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
-    for peer in range(backend.size):
-        backend.computing.write(words[peer], backend.rank, backend.rank + 1)
+    peers, copying, flags = range(backend.size), backend.copying, backend.size
+    for peer in peers:
+        copying.write(words[peer], backend.rank, backend.rank + 1)
     backend.barrier()
-    peers = range(backend.size)
-    copying, flags = backend.copying, backend.size
     for peer in peers:
         copying.wait(words[backend.rank], peer, peer + 1)
     for _ in range(2):
