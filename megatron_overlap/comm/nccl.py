@@ -234,6 +234,8 @@ class NcclCollective:
             with torch.cuda.stream(transport._stream):
                 began = timing.owner.mark()
                 self._work = start()
+                # torch keeps the operands until the first wait for the work, which is that of this stream.
+                self._operands: object = start
                 # Only for a trace; see `NcclP2PWork`.
                 self._work.wait()
                 rank, size = transport.rank, transport.size
@@ -252,6 +254,7 @@ class NcclCollective:
             return
         start = self._timing.owner.mark()
         self._work.wait()
+        self._operands = None
         self._timing.add(Kind.WAIT, start, 0)
         self._timing.add(Kind.OP, self._timing.began)
 
@@ -307,15 +310,22 @@ class CudaWorkEvents:
 
     def add(self, kind: Kind, start: torch.cuda.Event, message: int = 0, transfer: Transfer | None = None) -> None:
         """Record an event of the current stream from `start` until now: a wait, the operation, or `transfer`."""
-        record = partial(self._record, kind, message, transfer)
+        # Numbers and not the transfer, whose tensors would live until the trace is taken.
+        plan, sent, received = None, 0, 0
+        if transfer is not None:
+            plan = transfer.message
+            sent = transfer.send_bytes if transfer.send.numel() else 0
+            received = transfer.recv_bytes if transfer.recv.numel() else 0
+        record = partial(self._record, kind, message, plan, sent, received)
         self.owner.intervals.append((start, self.owner.mark(), record))
 
-    def _record(self, kind: Kind, message: int, transfer: Transfer | None, start_ns: int, stop_ns: int) -> None:
-        if transfer is None:
+    def _record(
+        self, kind: Kind, message: int, plan: Message | None, sent: int, received: int, start_ns: int, stop_ns: int
+    ) -> None:
+        if plan is None:
             self.events.span(kind, start_ns, stop_ns, message)
             return
-        if transfer.send.numel():
-            self.events.message(Kind.SENT, start_ns, start_ns, message, transfer.message.to, transfer.send_bytes)
-        if transfer.recv.numel():
-            source = transfer.message.source
-            self.events.message(Kind.RECEIVED, start_ns, stop_ns, message, source, transfer.recv_bytes)
+        if sent:
+            self.events.message(Kind.SENT, start_ns, start_ns, message, plan.to, sent)
+        if received:
+            self.events.message(Kind.RECEIVED, start_ns, stop_ns, message, plan.source, received)

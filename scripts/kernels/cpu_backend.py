@@ -130,6 +130,8 @@ class CpuBackend:
         max_polls: number of reads of a flag before a kernel stops waiting.
     """
 
+    peer_atomics = True
+
     def __init__(self, host_group: HostGroup, *, max_polls: int = _MAX_POLLS) -> None:
         self.rank, self.size = host_group.rank, host_group.size
         self.ranks: Sequence[int] = host_group.ranks

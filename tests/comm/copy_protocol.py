@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_overlap.comm.symmetric.backend import FlagStep
 
 Bytes = tuple[int, int]
-Flag = int
-"""The address of a flag."""
+Flag = int | tuple[int, int]
+"""The address of a flag that is 0 or 1, or the address of a word and a value that it reaches."""
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Step:
         reads, writes: bytes that the step uses while it runs.
         sets: flag that the step sets.
         clears: flag that the step waits for and clears.
+        awaits: flag that the step waits for.
         follows: queue of the same rank, and the number of its steps that must be complete.
         action: computes the result of the step.
     """
@@ -38,6 +39,7 @@ class Step:
     writes: list[Bytes] = field(default_factory=list)
     sets: Flag | None = None
     clears: Flag | None = None
+    awaits: Flag | None = None
     follows: tuple[str, int] | None = None
     action: Callable[[], object] | None = None
 
@@ -63,6 +65,12 @@ class RecordedQueue:
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.steps.append(Step([span(source)], [span(to)], action=lambda: to.copy_(source)))
+
+    def write(self, words: torch.Tensor, index: int, value: int) -> None:
+        self.steps.append(Step(sets=(words.data_ptr() + 4 * index, value)))
+
+    def wait(self, words: torch.Tensor, index: int, value: int) -> None:
+        self.steps.append(Step(awaits=(words.data_ptr() + 4 * index, value)))
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
         flags = [(words.data_ptr() + 4 * index, sets) for words, index, sets, _ in steps]
@@ -258,7 +266,7 @@ def explore(queues: Sequence[RecordedQueue], *, reduced: bool = False) -> int:
     def can_start(step: Step, state: tuple[int, ...]) -> bool:
         if step.follows is not None and state[names[step.follows[0]]] < step.follows[1]:
             return False
-        return step.clears is None or is_set(step.clears, state)
+        return all(flag is None or is_set(flag, state) for flag in (step.clears, step.awaits))
 
     def before_step(q: int, state: tuple[int, ...]) -> Iterator[Step]:
         """The steps that can run before the next step of queue q."""
@@ -345,7 +353,8 @@ def flag_uses(programs: Sequence[Sequence[Step]]) -> dict[Flag, FlagUse]:
                 use.clears.append(position)
                 if use.clearer != q:
                     raise ProtocolError(f"queues {use.clearer} and {q} clear one flag")
-    if any(len(use.clears) > len(use.sets) for use in uses.values()):
+    awaited = {step.awaits for program in programs for step in program if step.awaits is not None}
+    if any(len(use.clears) > len(use.sets) for use in uses.values()) or not awaited <= uses.keys():
         raise ProtocolError("deadlock: nothing sets a flag")
     return uses
 
@@ -371,6 +380,8 @@ def ordered(queues: Sequence[RecordedQueue]) -> None:
         """Queue and number of steps that are complete when the step starts."""
         if step.follows is not None:
             return names[step.follows[0]], step.follows[1]
+        if step.awaits is not None:
+            return uses[step.awaits].setter, uses[step.awaits].sets[0] + 1
         if step.clears is None:
             return None
         use = uses[step.clears]

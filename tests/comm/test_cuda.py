@@ -133,6 +133,21 @@ def test_a_new_buffer_waits_for_the_streams_of_its_transport_only(monkeypatch: p
     assert backend.waited == [3, 4, 5, 6, "ranks"]
 
 
+@pytest.mark.parametrize(
+    ("peers", "without", "expected"),
+    [("ab", "", True), ("aa", "b", True), ("abc", "c", False), ("abc", "", True), ("az", "", False)],
+)
+def test_kernels_set_flags_over_links_with_atomics(
+    monkeypatch: pytest.MonkeyPatch, peers: str, without: str, expected: bool
+) -> None:
+    """Of the devices a, b and c of this process, and z of another. PCIe has no atomic operations."""
+    backend = StubBackend(monkeypatch, lambda text: list(peers))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="abc"[number]))
+    monkeypatch.setattr(cuda, "_has_atomics", lambda device, peer: (device, "abc"[peer]) != (0, without))
+    assert backend.peer_atomics is expected
+
+
 def arenas_on_the_host(monkeypatch: pytest.MonkeyPatch, num_free: float = inf) -> list[str | None]:
     """Let torch map arenas of at most `num_free` bytes; returns the value of its variable in each rendezvous."""
     variable = list[str | None]()

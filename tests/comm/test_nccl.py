@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_overlap.comm import nccl
 from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
@@ -156,6 +157,24 @@ def test_a_trace_has_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds.index(("nccl", "collective")) > start
     assert ("compute", "wait") in kinds[kinds.index(("nccl", "collective")) :], "the caller waits, too"
     assert ("stream 1", "wait") in kinds[kinds.index(("nccl", "collective")) :], "the end is after the collective"
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_a_traced_collective_keeps_its_operands_until_the_wait(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """torch frees them at the first wait for the work, and the first is that of another stream than the caller's."""
+    device, transport = opened(monkeypatch, 1, SIZE)
+    owner: Any = SimpleNamespace(mark=lambda: device.put("mark"), intervals=[])
+    events: Any = SimpleNamespace()
+    monkeypatch.setattr(transport, "_events", lambda op: nccl.CudaWorkEvents(owner, events, owner.mark()))
+    shard, full = torch.zeros(2, 3), torch.zeros(2 * SIZE, 3)
+    operand, into = (shard, full) if name == "all_gather" else (full, shard)
+    work = getattr(transport, name)(operand, into, "op")
+    alive = StorageWeakRef(operand.untyped_storage())
+    del shard, full, operand
+    assert not alive.expired()
+    work.wait()
+    assert alive.expired(), "a trace keeps the operands"
+    assert len(owner.intervals) == 3
 
 
 def test_work_that_needs_a_message_waits_for_it_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

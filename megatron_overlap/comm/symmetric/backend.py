@@ -77,6 +77,8 @@ class SymmetricBackend(Protocol):
         capability: ten times the compute capability; selects tile shapes.
         num_sms: number of blocks that run concurrently.
         max_polls: number of reads of a flag before a kernel stops waiting.
+        peer_atomics: kernels may set flags in the memory of all peers, which are atomic operations. The first read is
+            collective.
     """
 
     rank: int
@@ -88,6 +90,9 @@ class SymmetricBackend(Protocol):
     capability: int
     num_sms: int
     max_polls: int
+
+    @property
+    def peer_atomics(self) -> bool: ...
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         """Allocate an arena of `num_bytes` on every rank and return the arenas of all ranks, uint8. Collective.

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import batched, groupby
 from typing import Any
 
@@ -100,11 +100,10 @@ def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> s
     backend = CudaBackend(host_group)
     opened.append(backend)
     words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
-    for peer in range(backend.size):
-        backend.computing.write(words[peer], backend.rank, backend.rank + 1)
+    peers, copying, flags = range(backend.size), backend.copying, backend.size
+    for peer in peers:
+        copying.write(words[peer], backend.rank, backend.rank + 1)
     backend.barrier()
-    peers = range(backend.size)
-    copying, flags = backend.copying, backend.size
     for peer in peers:
         copying.wait(words[backend.rank], peer, peer + 1)
     for _ in range(2):
@@ -144,6 +143,7 @@ class MemOp(ctypes.Structure):
 
 _MAX_OPS = 255  # of one call of cuStreamBatchMemOp
 WAIT_VALUE_32, WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class StreamQueue:
@@ -248,6 +248,14 @@ def _check(function: str, status: int) -> None:
         raise TransportError(f"{function}: CUDA driver error {status}")
 
 
+def _has_atomics(device: int, peer: int) -> bool:
+    """Whether the link between two devices carries all atomic operations. PCIe carries none."""
+    value = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, device, peer)
+    _check("cuDeviceGetP2PAttribute", status)
+    return value.value == 1
+
+
 def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
     """Register ranks under a name that torch's rendezvous resolves as long as the returned process group exists."""
     from torch.distributed import _symmetric_memory as symmetric
@@ -305,6 +313,14 @@ class CudaBackend:
         # Arenas by name, with the handles that keep the memory of the peers mapped.
         self._arenas: dict[str, tuple[torch.Tensor, object]] = {}
         self._replaced: list[tuple[torch.Tensor, object]] = []
+
+    @cached_property
+    def peer_atomics(self) -> bool:
+        uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+        own = uuids[self.device.index]
+        peers = set(self.all_gather_text(own)) - {own}
+        # Nothing is known of the link to a device that this process does not see.
+        return peers <= {*uuids} and all(_has_atomics(self.device.index, uuids.index(peer)) for peer in peers)
 
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         from torch.distributed import _symmetric_memory as symmetric

@@ -242,11 +242,11 @@ class SymmetricOp:
         rows_of[rank][own].copy_(shard)
         for part in range(parts):
             backend.computing.write(self.flags, rank * parts + part, self.epoch)
-        if mover == "pull":
-            for peer in range(size):
-                backend.computing.write(self._ready(peer), rank, self.epoch)
         copying = backend.copying
         copying.after(backend.computing.mark())
+        ready = self._layout.ready(self.epoch)
+        if mover == "pull":
+            self._write_at_peers(ready)
         for distance in range(1, size):
             following, preceding = (rank + distance) % size, (rank - distance) % size
             to, source, owner = {
@@ -255,7 +255,7 @@ class SymmetricOp:
                 "ring": ((rank + 1) % size, rank, (rank + 1 - distance) % size),
             }[mover]
             if mover == "pull":
-                copying.wait(self._ready(rank), owner, self.epoch)
+                copying.wait(transport._words(rank, ready, size), owner, self.epoch)
             for part in range(parts):
                 rows = slice(*layout.rows(Chunk(owner, part)))
                 if rows.start < rows.stop:
@@ -266,9 +266,16 @@ class SymmetricOp:
                     copying.write(self.flags_of(to), flag, self.epoch)
         return rows_of[rank]
 
-    def _ready(self, peer: int) -> torch.Tensor:
-        """Ready words at `peer`: the ranks whose rows of this operation it may pull."""
-        return self._transport._words(peer, self._layout.ready(self.epoch), self._transport.size)
+    def _write_at_peers(self, offset: int) -> None:
+        """Enqueue the epoch in the word of this rank, of the `[R]` at `offset`, at all peers.
+
+        By copies, and not on the computing stream: on the legacy default stream a copy to a peer starts after all work
+        of both devices, also after a receive whose sender needs later work of this rank.
+        """
+        transport = self._transport
+        for distance in range(1, transport.size):
+            words = transport._words((transport.rank + distance) % transport.size, offset, transport.size)
+            transport.backend.copying.write(words, transport.rank, self.epoch)
 
     def send_staged(self, staged: torch.Tensor, layout: ChunkLayout) -> None:
         """Copy chunks from `staged`, `[R owners, rows, N]`, to the receive buffers of their owners as they complete.
@@ -291,9 +298,12 @@ class SymmetricOp:
 
     def acknowledge(self) -> None:
         """Enqueue the acknowledgement at all ranks: later work of this rank does not read the slot."""
-        transport = self._transport
-        for peer in range(transport.size):
-            words = transport._words(peer, self._layout.acknowledgements(self.epoch), transport.size)
-            transport.backend.computing.write(words, transport.rank, self.epoch)
+        transport, offset = self._transport, self._layout.acknowledgements(self.epoch)
+        backend = transport.backend
+        # Not by the queue of copies: a copy inside a device may need an SM, and the next GEMM may hold all SMs until
+        # later copies of the queue arrive.
+        backend.computing.write(transport._words(transport.rank, offset, transport.size), transport.rank, self.epoch)
+        backend.copying.after(backend.computing.mark())
+        self._write_at_peers(offset)
         transport._open -= 1
         transport._status_seen.copy_(transport.status, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Plan a launch: the command of every rank, or a Slurm batch file. `plan` is pure; `execute` runs the ranks."""
+"""Plan a launch: the command of every rank, or a Slurm batch file. `plan` starts nothing; `execute` runs the ranks."""
 
 import contextlib
 import os
@@ -21,6 +21,7 @@ from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, loopback_env, run_ranks, worker_commands
 
 CONFIG_FILE, LOG_FOLDER = "config.yaml", "logs"
+_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _FSDP_FLAGS = "--use-torch-fsdp2", "--use-megatron-fsdp"  # Megatron refuses one connection with them
 
 
@@ -121,10 +122,11 @@ def _provided_script(model: ModelConfig) -> str:
 
 
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
-    """Environment of every rank on a GPU, under torchrun and under Slurm."""
+    """Environment of every rank on a GPU, under torchrun and Slurm. The user's number of queues stays."""
     env = {"OMP_NUM_THREADS": str(cfg.launch.threads_per_rank), "PYTHONUNBUFFERED": "1"}
     if (cfg.parallel.tensor > 1 or cfg.parallel.context > 1) and not {*_FSDP_FLAGS} & {*cfg.megatron_args}:
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron requires it on GPUs before Blackwell
+        # Megatron requires 1 before Blackwell, and 1 or 32 with --overlap-moe-expert-parallel-comm.
+        env[_MAX_CONNECTIONS] = os.environ.get(_MAX_CONNECTIONS, "1")
     return env
 
 

@@ -103,6 +103,13 @@ def test_one_node_of_gpus() -> None:
     assert command.env == {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
+def test_the_number_of_queues_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blackwell needs no single queue, and a Hopper run may prefer to overlap experts. Megatron checks the value."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    (command,) = plan(config(device="cuda"), RUN_DIR).commands
+    assert command.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
 def test_without_tensor_ranks_the_number_of_queues_is_not_set() -> None:
     cfg = config(device="cuda").model_dump()
     cfg["parallel"] = {"tensor": 1, "sequence_parallel": False}

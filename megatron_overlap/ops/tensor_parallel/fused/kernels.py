@@ -26,7 +26,7 @@ class FusedPlan:
     Attributes:
         mover: how an all-gather is copied: `push` and `pull` directly, for switches; `ring` to neighbours, for PCIe.
         stores: where a scattering GEMM stores: in the memory of the owners, or in staging memory for one more gathered
-            activation, from which copies send it.
+            activation, from which copies send it. A rank whose kernels cannot set flags at its peers always stages.
         chunk_rows: rows of a communication tile, from one GEMM tile to a whole shard; at most 32 tiles per shard.
         spare_sms: SMs that a fused GEMM does not use.
         tiles: which of the two shapes of GEMM tiles: the result of `kernels.launch.config_for`, or the other one.

@@ -136,7 +136,8 @@ class IntraNodeScatter:
         self.num_bytes = (a.shape[0] - self._layout.shard_rows(transport.rank)) * b.shape[1] * a.itemsize
         slot_bytes = gathered_bytes(a.shape[0], transport.size, b.shape[1], a.itemsize)
         self._op = transport.begin(slot_bytes, op)
-        staged = transport.staging(self._recv_shape, a.dtype) if plan.stores == "staged" else None
+        stages = plan.stores == "staged" or not transport.backend.peer_atomics
+        staged = transport.staging(self._recv_shape, a.dtype) if stages else None
         recv_buffers, flags = self._op.addresses() if staged is None else self._staged_addresses(staged)
         config = self._kernels.config(a, b)
         epoch, parts = self._op.epoch, self._layout.chunks_per_rank

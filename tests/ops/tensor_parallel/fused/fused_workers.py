@@ -302,6 +302,20 @@ def memory(group: dist.ProcessGroup) -> list[tuple[int, int]]:
     return sizes
 
 
+def staged_bytes(group: dist.ProcessGroup) -> list[int]:
+    """Return bytes of staging after a reduce-scatter to peers with and without atomics."""
+    sizes = []
+    for peer_atomics in (True, False):
+        transport = fused_transport(group)
+        transport.backend.peer_atomics = peer_atomics
+        x, w = torch.ones(2 * transport.size, 8), torch.ones(4, 8)
+        y = linear_reduce_scatter(x, w, group=FusedMethod(transport))
+        assert torch.equal(y, torch.full((2, 4), 8.0 * transport.size))
+        sizes.append(transport._staging.numel())
+        transport.close()
+    return sizes
+
+
 class _Capturing(PoisonedBackend):
     """Reports a stream capture."""
 

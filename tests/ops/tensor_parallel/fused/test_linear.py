@@ -87,6 +87,10 @@ def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_fir
         assert sizes[1] < sizes[2]
 
 
+def test_kernels_set_no_flags_at_peers_without_atomics(interpreting: World) -> None:
+    assert interpreting.run(2, fused_workers.staged_bytes) == [[0, 4 * 4 * 4]] * 2
+
+
 def test_wrong_shapes_are_refused_and_a_timeout_is_reported(interpreting: World) -> None:
     for rank, messages in enumerate(interpreting.run(2, fused_workers.refused)):
         assert [text.split(":")[0] for text in messages] == ["x_shard", "x_shard", "x", *["all_gather_linear"] * 2]
