@@ -37,6 +37,7 @@ _COLUMN_ARGUMENTS = {
     "wgrad_deferral_limit",
     "tp_group",
     "gtp_remat_size",
+    "output_dtype",
 }
 # TransformerEngine features that change what a layer computes or sends: field of the layer's config, reason.
 _TE_FEATURES = (
@@ -50,6 +51,22 @@ BATCH_DIMENSION = {"attention_mask": 0, "rotary_pos_emb": None, "rotary_pos_cos"
 _CORES = (DotProductAttention, getattr(te_extension, "TEDotProductAttention", None))
 # Both fused MLPs of TransformerEngine run as `MLP.forward` where they communicate; None where a release has none.
 _MLPS = {MLP, *(getattr(te_extension, name, None) for name in ("TEFusedMLP", "TEFusedMLPWithGroupedLinear"))}
+# The methods that `TransformerLayer.forward` runs in the supported releases; None where a release has none.
+_LAYER_STEPS = {
+    name: getattr(TransformerLayer, name, None)
+    for name in (
+        "_forward_attention",
+        "_run_input_layernorm",
+        "_apply_self_attn_bda_step",
+        "_run_cross_attention",
+        "_forward_mlp",
+        "_forward_pre_mlp_layernorm",
+        "_pre_mlp_layernorm_and_residual",
+        "_run_mlp",
+        "_apply_mlp_bda_step",
+        "_forward_post_mlp",
+    )
+}
 _RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
 _OFFLOAD_FIELDS = ("offload_attn_norm", "offload_mlp_norm")
 
@@ -88,6 +105,8 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
         return "deferred weight gradient of the embedding (--defer-embedding-wgrad-compute)"
     if kwargs.get("gtp_remat_size", 1) > 1:
         return _GTP
+    if kwargs.get("output_dtype") is not None:
+        return "--output-logit-dtype: TransformerEngine computes the GEMM"
     return None
 
 
@@ -240,10 +259,15 @@ def _unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str |
     return _core_feature(core)
 
 
+def _overridden_step(layer: Any) -> str | None:
+    """A method of `_LAYER_STEPS` that the class of a layer overrides; None if it overrides none."""
+    kind = type(layer)
+    return next((name for name, step in _LAYER_STEPS.items() if getattr(kind, name, None) is not step), None)
+
+
 def reads_only_sum(layer: Any) -> bool:
     """Whether a transformer layer adds the output of its MLP to the residual, and reads it nowhere else."""
-    standard = type(layer)._forward_mlp is TransformerLayer._forward_mlp
-    standard &= type(layer)._forward_post_mlp is TransformerLayer._forward_post_mlp
+    standard = _overridden_step(layer) is None
     standard &= type(layer.mlp) in _MLPS and layer.mlp_bda is get_bias_dropout_add
     fused = getattr(layer.config, "fused_residual_rmsnorm", False)
     return standard and not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
@@ -282,6 +306,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
     unknown = [name for name, value in arguments.items() if value is not None and name not in known]
     if unknown:
         return f"unknown arguments: {', '.join(unknown)}"
+    if overridden := _overridden_step(layer):
+        return f"{type(layer).__name__} overrides {overridden}"
     attention, mlp = layer.self_attention, layer.mlp
     if type(mlp) not in _MLPS or not isinstance(attention, SelfAttention):
         return "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"

@@ -396,6 +396,17 @@ def _another_mlp(block: Any) -> None:
         layer.mlp.__class__ = type("Other", (type(layer.mlp),), {})
 
 
+def _another_layer(block: Any) -> None:
+    """The layer is a subclass of Megatron's that scales the output of its MLP."""
+    kind = type(block.layers[0])
+
+    def forward_mlp(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return 1.5 * kind._forward_mlp(self, x, *args, **kwargs)
+
+    for layer in block.layers:
+        layer.__class__ = type("Scaled", (kind,), {"_forward_mlp": forward_mlp})
+
+
 def _cross_attention(block: Any) -> None:
     """A cross-attention that returns its input."""
 
@@ -420,6 +431,7 @@ def _setting(name: str, value: Any) -> Any:
 
 PREPARE = {
     "another MLP": _another_mlp,
+    "another layer": _another_layer,
     "cross-attention": _cross_attention,
     "fp8": _fp8,
     "offloading": _setting("cpu_offloading", True),

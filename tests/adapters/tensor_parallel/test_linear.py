@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,18 @@ def test_an_unsupported_call_runs_the_stock_path(ranks: World, kind: str, what: 
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, True):
         assert reasons == [reason]
         assert error.startswith(f"FallbackError: {module} forward: not overlapped: {reason};")
+
+
+@pytest.mark.parametrize(
+    ("output_dtype", "reason"),
+    [(None, None), (torch.float32, "--output-logit-dtype: TransformerEngine computes the GEMM")],
+)
+def test_logits_of_another_dtype_run_the_stock_path(output_dtype: torch.dtype | None, reason: str | None) -> None:
+    """Megatron 0.20 passes it in every call. Releases before it would raise, so no layer is called."""
+    from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_column_reason
+
+    layer = SimpleNamespace(explicit_expert_comm=False)
+    assert unsupported_column_reason(layer, (), {"output_dtype": output_dtype}) == reason
 
 
 def test_a_row_layer_with_offloaded_activations_runs_the_stock_path(ranks: World) -> None:
