@@ -129,6 +129,7 @@ def without_overlap(config: LaunchConfig) -> LaunchConfig:
     """
     off = config.overlap.model_dump()
     off["tensor"]["method"] = "none"
+    off["deterministic"] = bool(off["deterministic"])  # the stock path is not tp_invariant
     off["data"] = {"method": "none" if config.overlap.data.method == "none" else "stock"}
     off["expert"] = {"method": "none"}
     if off["varlen"]["method"] in ("balanced", "all_gather"):

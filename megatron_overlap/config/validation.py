@@ -71,9 +71,11 @@ def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
     tensor, context = parallel.tensor, parallel.context
     if parallel.sequence_parallel and tensor == 1:
         yield "parallel.sequence_parallel", "needs parallel.tensor of 2 or more; use false with tensor 1"
-    for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+    for name in ("num_attention_heads", "hidden_size", "ffn_hidden_size"):
         if getattr(model, name) % tensor:
             yield f"model.{name}", f"must be a multiple of parallel.tensor {tensor}"
+    if model.num_query_groups % tensor and tensor % model.num_query_groups:
+        yield "model.num_query_groups", f"must be a multiple or a divisor of parallel.tensor {tensor}"
     if model.num_layers % parallel.pipeline:
         yield "model.num_layers", f"must be a multiple of parallel.pipeline {parallel.pipeline}"
     if context > 1 and seq_length % (2 * context):

@@ -99,6 +99,11 @@ def test_an_architecture_fills_in_its_family() -> None:
     assert (gpt.num_query_groups, gpt.head_size) == (12, 64)
 
 
+def test_query_groups_may_be_fewer_than_ranks(tmp_path: Path) -> None:
+    cfg = load_launch_config(write(tmp_path), ["model.num_query_groups=1"])
+    assert (cfg.parallel.tensor, cfg.model.num_query_groups) == (2, 1)
+
+
 def test_sections_are_frozen(tmp_path: Path) -> None:
     cfg = load_launch_config(write(tmp_path))
     with pytest.raises(ValidationError):

@@ -113,6 +113,8 @@ def test_without_overlap_changes_nothing_else(tmp_path: Path) -> None:
     assert (off.overlap.tensor.method, off.overlap.ulysses.method, off.overlap.varlen.method) == ("none",) * 3
     assert off.overlap.data.method == "stock", "Megatron's overlap is not part of the plugin"
     assert off.model_copy(update={"name": cfg.name, "overlap": cfg.overlap}) == cfg
+    invariant = load_launch_config(write(tmp_path), ["overlap.deterministic=tp_invariant"])
+    assert without_overlap(invariant).overlap.deterministic is True
     silent = load_launch_config(write(tmp_path), ["overlap.data.method=none"])
     assert without_overlap(silent).overlap.data.method == "none"
 
