@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from megatron_overlap.autotune.cost_model import CostModel
-from megatron_overlap.config import ConfigError, load_launch_config
+from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
@@ -65,7 +65,7 @@ def simulate(
     listed = {text: method for text, method in _METHODS.items() if not unsupported_reason(method, link)}
     methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job, listed).items()}
     content: dict[str, Any] = {
-        "what": DISCLAIMER,
+        "what": _what(cfg),
         "cluster": profile.name,
         "layout": job.label(),
         "ranks": job.world_size,
@@ -94,6 +94,13 @@ def simulate(
         console.print(f"does not fit in memory: about {memory['total']:.0f} GiB of {capacity:.0f}", style="bold")
         return 1
     return 0
+
+
+def _what(cfg: LaunchConfig) -> str:
+    left_out = [f"overlap.{name}" for name in ("ulysses", "varlen") if getattr(cfg.overlap, name).method != "none"]
+    if not left_out:
+        return DISCLAIMER
+    return f"{left_out[0]} is not simulated: attention is Megatron's ring over whole sequences. {DISCLAIMER}"
 
 
 def _jobs(job: Job, listed: Mapping[str, Method | Literal["auto"]]) -> dict[str, Job]:
@@ -158,7 +165,7 @@ def _show(console: Console, job: Job, model: CostModel, content: Mapping[str, An
         for name, title in titles.items():
             columns = [(key.removeprefix(f"{name} "), key, 1.0, 0) for key in next(iter(times.values())) if name in key]
             console.print(_table(f"{title}, one layer, simulated (us)", "tensor parallelism", times, columns))
-    console.print(f"Tokens/s: per device. MFU: {CONVENTION}. {DISCLAIMER}", style="dim", soft_wrap=True)
+    console.print(f"Tokens/s: per device. MFU: {CONVENTION}. {content['what']}", style="dim", soft_wrap=True)
 
 
 _Column = tuple[str, str, float, int]

@@ -49,6 +49,17 @@ def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert best[0]["step_ms"] <= step["step_ms"]
 
 
+@pytest.mark.parametrize(("config", "key"), [("llama3_8b_up8", "ulysses"), ("llama3_8b_cp8_varlen", "varlen")])
+def test_attention_that_is_not_simulated_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str, key: str
+) -> None:
+    out = tmp_path / "out.json"
+    assert cli.main(["simulate", f"gpu/{config}/overlap", "--json", str(out)]) == 0
+    text = f"overlap.{key} is not simulated: attention is Megatron's ring over whole sequences."
+    assert text in capsys.readouterr().out
+    assert text in json.loads(out.read_text())["what"]
+
+
 def test_a_shipped_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """The GEMMs of GPT-3 13B on eight ranks are too small for chunks: `auto` selects the stock path for most layers."""
     assert cli.main(["simulate", "gpu/gpt3_13b_tp8/overlap"]) == 0
