@@ -234,7 +234,8 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 
     def run() -> None:
         if transport is not None:
-            LINEAR_OPS[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
+            # Another tensor in each run: the gathered rows of the same one would be reused.
+            LINEAR_OPS[call.op](x.view_as(x), weight, group=transport, plan=_ONE_MESSAGE)
         elif gathers:
             dist.all_gather_into_tensor(gathered, x, group=group)
             torch.mm(gathered, weight.t())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from megatron_overlap.adapters.tensor_parallel import autotune, forward_only
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune import search, tuner
 from megatron_overlap.autotune.candidates import STOCK
+from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.session import Session
 from tests.adapters.tensor_parallel.autotune_workers import config, follow
 from tests.adapters.tensor_parallel.linear_workers import IN, OUT, make_data, make_layer, start, step
@@ -134,6 +137,28 @@ def measures(group: dist.ProcessGroup) -> list[tuple[str, float, float, float, f
             (t.call.op, t.rows, t.stock.latency_us, t.stock.bytes_per_us, t.gemm.fixed_us, t.p2p.latency_us)
             for t in found
         ]
+
+
+def measured_messages(group: dist.ProcessGroup) -> dict[str, int]:
+    """How often the first calls of three layers communicate by p2p to measure the link."""
+    start(group)
+    begun: Counter[str] = Counter()
+    begin = GlooTransport.begin
+
+    def counted(transport: GlooTransport, transfers: Any, op: str) -> Any:
+        begun[op] += 1
+        return begin(transport, transfers, op)
+
+    with (
+        threshold(math.inf),
+        patch.object(GlooTransport, "begin", counted),
+        enable(config(None), strict=True),
+        torch.no_grad(),
+    ):
+        for kind, plain in (("column", False), ("row", False), ("row", True)):
+            layer = make_layer(kind, torch.float32, sequence_parallel=not plain)
+            layer(make_data(kind, torch.float32, 8 * group.size(), group.size(), group.rank(), not plain)[0])
+    return dict(begun)
 
 
 def apart(group: dist.ProcessGroup, method: str, plain: bool) -> dict[tuple[str, str], Counts]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megatron_overlap.adapters.tensor_parallel import forward_only
 from tests.adapters.tensor_parallel import forward_only_workers as workers
 from tests.adapters.tensor_parallel.forward_only_workers import THRESHOLD, Counts
 from tests.helpers.world import World, assert_same
@@ -82,6 +83,12 @@ def test_all_ranks_agree_on_what_they_measure(ranks: World) -> None:
         assert 0 <= gemm_us < 1e5
         assert 1 < p2p_us < 1e6
         assert not math.isnan(rows)
+
+
+def test_each_measured_call_of_the_link_communicates(ranks: World) -> None:
+    calls = sum(1 + repeats for repeats in forward_only._REPEATS.values())
+    ops = "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"
+    assert ranks.run(RANKS, workers.measured_messages) == [dict.fromkeys(ops, calls)] * RANKS
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
