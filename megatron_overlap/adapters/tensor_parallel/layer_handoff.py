@@ -84,7 +84,7 @@ class LayerHandoff:
         The order also holds after the context, where backward recomputes layers.
         """
         for layers in chains:
-            self._next.update(zip(layers, [*layers[1:], None], strict=True))
+            self._next.update(zip(layers, [*layers[1:], None], strict=False))  # a chain may be empty
         self._in_block = bool(chains)
         try:
             yield

@@ -107,8 +107,9 @@ def test_a_split_sequence_equals_stock(ranks: World, given: dict[str, Any], dtyp
         ({**FULL, "recompute_num_layers": 1}, 2, 2),
         ({**FULL, "recompute_num_layers": 2}, 2, 1),
         ({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, 1, 1),
+        ({**FULL, "recompute_method": "block", "recompute_num_layers": 2}, 2, 2),
     ],
-    ids=["selective", "uniform-1", "uniform-2", "block-1"],
+    ids=["selective", "uniform-1", "uniform-2", "block-1", "block-2"],
 )
 def test_recomputed_layers_equal_stock(
     ranks: World, split: str, given: dict[str, Any], recompute: dict[str, Any], num_recomputed: int, num_skipped: int
