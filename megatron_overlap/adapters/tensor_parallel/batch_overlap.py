@@ -133,8 +133,7 @@ def layer_forward(original: Method, session: Session) -> Method:
         # Also for a pending output: the layer before it cannot see in which precision this one runs.
         unknown = len(args) > len(_POSITIONAL)
         reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter, adapter.split)
-        if reason is None and not isinstance(pending, PendingOutput):
-            reason = unsupported_gradient_reason(self, x if pending is None else pending.terms)
+        reason = reason or unsupported_gradient_reason(self, x)
         if reason is not None:
             session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
             if pending is not None:

@@ -35,11 +35,12 @@ class InputPart:
 class PendingOutput:
     """The output of a layer, in parts whose sums over ranks may not be complete.
 
-    Megatron passes `placeholder` from layer to layer: a tensor with the shape of the output, filled with NaN.
+    Megatron passes `placeholder` from layer to layer: a tensor with the shape of the output, filled with NaN. It
+    requires a gradient as the input `x` does, and so does the output.
     """
 
     def __init__(self, x: torch.Tensor, parts: Sequence[PendingPart], division: Division) -> None:
-        self.placeholder = x.new_full((), float("nan")).expand(x.shape)
+        self.placeholder = x.new_full((), float("nan")).expand(x.shape).requires_grad_(x.requires_grad)
         self.parts, self.division = parts, division
 
     def whole(self) -> torch.Tensor:

@@ -384,6 +384,13 @@ def _after_a_block(block: Any) -> None:
         block(hidden_states=torch.zeros(2, 2, HIDDEN), attention_mask=None)
 
 
+def _frozen_below(block: Any) -> None:
+    """Only the weights of the last layer's linear layers, and the norm after it, are trained."""
+    for name, parameter in block.named_parameters():
+        trained = name.startswith("final_layernorm") or (name.startswith("layers.1.") and "linear" in name)
+        parameter.requires_grad_(trained)
+
+
 def _own_residual(block: Any) -> None:
     """Another function than Megatron's adds the output of the MLP."""
     for layer in block.layers:
@@ -440,6 +447,7 @@ PREPARE = {
     "late": _late,
     "own residual": _own_residual,
     "after a block": _after_a_block,
+    "frozen below": _frozen_below,
     "hook": _hook,
     "pre-hook": _pre_hook,
     "hook of a linear layer": _linear_hook,
