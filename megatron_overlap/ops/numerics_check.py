@@ -102,7 +102,8 @@ class _Leaves:
         copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> None:
         self.leaves = [None if t is None else copy(t.detach()).requires_grad_(t.requires_grad) for t in inputs]
-        with torch.enable_grad():
+        # In inference mode autograd cannot save the inputs, which are inference tensors.
+        with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
             self.y = function(*self.leaves)
 
     def gradients(self, dy: torch.Tensor) -> list[torch.Tensor | None]:

@@ -113,6 +113,20 @@ def unchecked_costs_nothing(group: dist.ProcessGroup) -> list[int]:
     return counts
 
 
+def without_gradients(group: dist.ProcessGroup, kind: str) -> list[str]:
+    """Checks a call under `no_grad` and one in inference mode; the names of what was compared."""
+    linear_workers.start(group)
+    layer = linear_workers.make_layer(kind, torch.float32)
+    x, _ = linear_workers.make_data(kind, torch.float32, 8, group.size(), group.rank())
+    config = OverlapConfig.model_validate({"tensor": linear_workers.TENSOR, "check": {"every": 1}})
+    with enable(config, strict=True) as session:
+        session.next_step()
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                layer(x)
+        return list(session.report().numerics_check)
+
+
 def disagreeing(group: dist.ProcessGroup, other: dict[str, Any]) -> str:
     """The last rank enables another config; what each is told, and Megatron is as it was."""
     from megatron.core.tensor_parallel.layers import RowParallelLinear

@@ -34,6 +34,12 @@ def test_what_is_right_passes(ranks: World, kind: str, dtype: torch.dtype, plain
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
+def test_calls_without_gradients_are_checked(ranks: World, kind: str) -> None:
+    for compared in ranks.run(RANKS, cases.without_gradients, kind):
+        assert [name.split()[0] + name.split()[-1] for name in compared] == [OPS[kind, False] + "y"]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
 def test_gradient_buffers_and_recomputation(ranks: World, kind: str) -> None:
     for each in ranks.run(RANKS, cases.checked, kind, torch.bfloat16, fused=True, recompute=True):
         assert each["close"], each
