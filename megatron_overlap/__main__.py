@@ -4,6 +4,8 @@ python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run
 """
 
 import atexit
+import contextlib
+import io
 import multiprocessing
 import os
 import sys
@@ -18,6 +20,8 @@ from megatron_overlap.patching import PatchError
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the script and ends the process. Exit codes: 0 done, 1 the script failed, 2 the request was wrong."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a log without UTF-8 ends no training
+        sys.stdout.reconfigure(errors="backslashreplace")
     if argv[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n\nRun a Megatron training script with the overlap. SCRIPT --help lists all options.")
         _leave(0)
@@ -37,7 +41,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except BaseException as error:
-        code = run.exit_code_of(error)
+        code = 1
+        with contextlib.suppress(OSError):
+            code = run.exit_code_of(error)
     _leave(run.finish(code))
 
 
@@ -46,7 +52,8 @@ def _leave(code: int) -> NoReturn:
 
     A failed rank runs no exit handlers: they and communication threads may wait for peers that wait for this rank.
     Its sockets close with the process, which ends the peers. Its child processes, such as Megatron's checkpoint
-    writers, are killed here: without an exit handler they would live on.
+    writers, are killed here: without an exit handler they would live on. A log that cannot be written, as on a full
+    disk, changes nothing of this.
 
     A rank that succeeded joins its threads and runs the exit handlers, as the interpreter does. Without CUDA the
     interpreter is not finalized: Megatron's gloo groups are never destroyed, and a thread of gloo that releases a
@@ -58,8 +65,9 @@ def _leave(code: int) -> NoReturn:
             sys.exit(0)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     if code != 0:
         for child in multiprocessing.active_children():
             child.kill()

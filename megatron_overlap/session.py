@@ -108,8 +108,11 @@ class Session(AbstractContextManager["Session"]):
     @property
     def active(self) -> bool:
         """Whether a function of an overlapped feature is replaced now."""
+        return self._replaces(_FEATURES)
+
+    def _replaces(self, features: Collection[str]) -> bool:
         applied = self._engine.applied
-        return any(finding.manifest.target in applied for finding in self._plan.of(_FEATURES).applicable)
+        return any(finding.manifest.target in applied for finding in self._plan.of(features).applicable)
 
     def add_close(self, close: Callable[[], object]) -> None:
         """Registers a clean-up for `disable`; the last one registered runs first."""
@@ -186,7 +189,21 @@ class Session(AbstractContextManager["Session"]):
         self._engine.revert()
         if was_active:
             self.reason = "disabled"
-        self._close()
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Runs the clean-ups, and leaves the patches; raises as `disable`."""
+        errors: list[Exception] = []
+        if "transports" in self.__dict__:
+            # Runs last: other clean-ups may wait for messages.
+            self._closers.insert(0, self.transports.close)
+        while self._closers:
+            try:
+                self._closers.pop()()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("clean-ups failed in Session.disable", errors)
 
     def suspended(self) -> AbstractContextManager[None]:
         """Inside the context the stock path runs, to compare it with the overlapped one in the same process.
@@ -214,7 +231,7 @@ class Session(AbstractContextManager["Session"]):
                 start()
         except BaseException:
             self._engine.revert()
-            self._close()
+            self.clean_up()
             raise
 
     def _warn(self) -> None:
@@ -236,19 +253,6 @@ class Session(AbstractContextManager["Session"]):
         if self.config.varlen.method != "none":
             return "no function is replaced: the provided scripts put the attention into the layer spec"
         return "the config asks for no feature that replaces a function of Megatron"
-
-    def _close(self) -> None:
-        errors: list[Exception] = []
-        if "transports" in self.__dict__:
-            # Runs last: other clean-ups may wait for messages.
-            self._closers.insert(0, self.transports.close)
-        while self._closers:
-            try:
-                self._closers.pop()()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise ExceptionGroup("clean-ups failed in Session.disable", errors)
 
 
 _current: Session | None = None
@@ -279,7 +283,7 @@ def enable(
             Where the groups do not exist, the ranks are compared when Megatron makes them.
     """
     global _current
-    if _current is not None and _current.active:
+    if _current is not None and _current._replaces((*_FEATURES, *_ALWAYS)):
         raise PatchError("megatron_overlap is enabled already; call disable() on that session first")
     if not isinstance(config, OverlapConfig):
         config = OverlapConfig() if config is None else OverlapConfig.from_yaml(config)

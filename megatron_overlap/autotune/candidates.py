@@ -115,9 +115,10 @@ class AutotuneCache:
         path = self._path(key)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=path.stem, delete=False) as file:
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=path.stem, delete_on_close=False) as file:
                 json.dump(tree, file, indent=1)
-            os.replace(file.name, path)
+                file.close()
+                os.replace(file.name, path)
         except OSError as error:
             self._warn(path, "written", error)
 

@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.host_group import cause_of, connect_gloo, store_beside
+from megatron_overlap.comm.host_group import cause_of, connect_gloo, store_beside, timeout_of
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions, message_text
 from megatron_overlap.tracing import WorkEvents
 
@@ -47,7 +46,7 @@ class GlooTransport:
         self.exposed_s = 0.0
         self.trace, self.channel, self.flight_recorder = options.trace, options.channel, options.flight_recorder
         self.ranks = dist.get_process_group_ranks(group)
-        self.timeout_s = options.timeout_s or group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self.timeout_s = options.timeout_s or timeout_of(group)
         self._group = self._connect(group)
         # The first failure. Every later wait raises it at once.
         self.broken: TransportError | None = None

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,13 @@ def store_beside(group: dist.ProcessGroup) -> dist.Store:
     # The store counts the calls of each rank, so that the count lives exactly as long as the keys that it separates.
     generation = store.add(f"megatron_overlap/generation/{dist.get_rank(group)}", 1)
     return dist.PrefixStore(f"megatron_overlap/{generation}", store)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the timeout of a process group in seconds."""
+    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    timeout: Any = group._get_backend(device).options._timeout
+    return float(timeout.total_seconds())
 
 
 def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroupGloo:

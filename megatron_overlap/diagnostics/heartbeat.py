@@ -26,11 +26,12 @@ class Heartbeat:
     """
 
     def __init__(self, store: dist.Store, rank: int, deadline_s: float, doing: Callable[[], str]) -> None:
-        # A blocking request delays all requests on the same connection.
-        clone = getattr(store, "clone", lambda: store)
-        self._store, self._queries = clone(), clone()
-        for mine in (self._store, self._queries):
-            mine.set_timeout(timedelta(seconds=_STORE_S))
+        self._store = store
+        # A blocking request of the job delays all requests on its connection. torch before 2.8 has no other connection,
+        # and a timeout set on this one is that of the job.
+        if hasattr(store, "clone"):
+            self._store = store.clone()
+            self._store.set_timeout(timedelta(seconds=_STORE_S))
         self._rank, self._doing, self._count, self._failure = rank, doing, 0, ""
         self.period_s = min(_LONGEST_PERIOD_S, max(_SHORTEST_PERIOD_S, deadline_s / 20))
         self._stop = threading.Event()
@@ -72,7 +73,7 @@ class Heartbeat:
 
     def _read(self, peer: int) -> dict[str, str] | None:
         key = f"heartbeat/{peer}"
-        return json.loads(self._queries.get(key)) if self._queries.check([key]) else None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _run(self) -> None:
         num_failed = 0

@@ -31,6 +31,7 @@ from megatron_overlap.tools.launch.processes import RunError, run_workers
 from megatron_overlap.tools.launch.rehearsal import permits_table
 
 VERSIONS = ("megatron-overlap", "megatron-core", "torch", "triton", "transformer-engine", "apex")
+_TOOL_S = 20.0
 _TOLERANCE = 1e-5  # relative; fp32 sums of a few terms in another order
 
 # Values of environment variables (regular expressions) that do harm, and the remedy.
@@ -91,8 +92,11 @@ def devices() -> list[str]:
         able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         lines.append(f"peer access: {able} of {len(pairs)} pairs")
     if (tool := shutil.which("nvidia-smi")) is not None:
-        shown = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
-        lines += shown.stdout.splitlines()
+        try:
+            shown = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=_TOOL_S, check=False)
+            lines += shown.stdout.splitlines()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            lines.append(f"no topology: {error}")
     return lines
 
 

@@ -33,6 +33,46 @@ def test_a_thread_inside_torch_does_not_abort_the_end(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-2:] == ["joined", "exit handler"]
 
 
+def test_a_script_that_replaces_a_function_of_megatron_ends_well(tmp_path: Path) -> None:
+    """The patches of the plugin cannot be reverted then, and need not: the process ends."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron.core import parallel_state\n"
+        "inner = parallel_state.initialize_model_parallel\n"
+        "parallel_state.initialize_model_parallel = lambda *args, **kwargs: inner(*args, **kwargs)\n"
+        "import atexit, megatron_overlap.session as session\n"
+        "session.current().add_close(lambda: print('cleaned up'))\n"
+    )
+    (done,) = start_ranks(1, [str(script), "--overlap-device", "cpu"], timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "cleaned up"
+
+
+def test_a_failed_rank_ends_although_its_log_is_on_a_full_disk(tmp_path: Path) -> None:
+    """Otherwise the interpreter would wait for threads, which may wait for peers."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, threading\n"
+        "full = os.open('/dev/full', os.O_WRONLY)\n"
+        "os.dup2(full, 1), os.dup2(full, 2)\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "raise ValueError('the rank failed')\n"
+    )
+    (done,) = start_ranks(1, [str(script), "--overlap-device", "cpu"], env=PLUGIN_OFF, timeout_s=60)
+    assert done.returncode == 1
+
+
+def test_a_log_without_utf_8_ends_no_training(tmp_path: Path) -> None:
+    """The tables of the report shorten long words with an ellipsis."""
+    script = tmp_path / "script.py"
+    script.write_text("print('trained')\n")
+    (done,) = start_ranks(
+        1, [str(script), "--overlap-device", "cpu"], env={"PYTHONIOENCODING": "latin-1"}, timeout_s=60
+    )
+    assert done.returncode == 0, done.stdout
+    assert "trained" in done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

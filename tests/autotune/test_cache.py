@@ -98,6 +98,16 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> No
         cache.put("a", ENTRY)
 
 
+def test_a_full_disk_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        AutotuneCache(tmp_path, ENVIRONMENT).put("a", ENTRY)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     def write(name: str) -> None:
         cache = AutotuneCache(tmp_path, ENVIRONMENT)

@@ -205,9 +205,13 @@ def test_copies_have_the_deadline_of_the_session_or_group(
     options = SimpleNamespace(_timeout=timedelta(seconds=40))
     group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=options))
     members = opened_on(monkeypatch, "aa")
+    waits: list[float] = []
+    monkeypatch.setattr(cuda, "first_unsupported_reason", lambda *args: waits.append(args[-1]) or "")
+    monkeypatch.setattr(cuda.dist, "get_backend", lambda group: "nccl")
     transport = cuda.open_copies(group, TransportOptions("copies", timeout_s=limit_s))
     assert isinstance(transport, CopyTransport)
     assert transport._timeout_s == expected
+    assert waits[0] == expected, "a rank may reach its first operation minutes after its peers"
     assert members == [range(2)]
     transport.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_overlap.diagnostics.consistency import differences
+from megatron_overlap.diagnostics.consistency import compare, differences
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from tests.diagnostics import workers
 from tests.helpers.world import World, assert_same
@@ -48,6 +49,31 @@ def test_the_text_names_a_silent_rank_within_the_deadline(world: World, silent: 
     assert_same([text for rank, (text, _) in enumerate(answers) if rank != silent])
 
 
+def test_the_store_holds_equal_facts_once() -> None:
+    """10,000 ranks would send 30 MiB, which the store would hold until the job ends."""
+    written: list[str] = []
+
+    class Counting(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            written.append(value)
+            super().set(key, value)
+
+    store, facts, found = Counting(), {"chunks": "2" * 1000}, dict[int, str]()
+
+    def run(rank: int, of_rank: dict[str, str]) -> None:
+        found[rank] = compare(store, rank, [4, 5, 6, 7], "t", of_rank, 20.0)
+
+    ranks = [threading.Thread(target=run, args=(rank, facts if rank < 3 else {})) for rank in (1, 2, 3, 0)]
+    for number, thread in enumerate(ranks, 1):
+        thread.start()
+        while number < 4 and not store.check([f"t/{number}"]):
+            time.sleep(0.001)
+    for thread in ranks:
+        thread.join()
+    assert written.count(json.dumps(facts)) == 1
+    assert set(found.values()) == {f"chunks: {'2' * 1000} on rank 4-6, not set on rank 7"}
+
+
 class BusyStore:
     """A store that answers three writes in turn too late, after the first one."""
 
@@ -75,6 +101,34 @@ def test_a_busy_store_does_not_end_the_heartbeat() -> None:
         time.sleep(0.01)
     heartbeat.close()
     assert int(json.loads(store.store.get("heartbeat/3"))["count"]) >= 5
+
+
+def test_a_heartbeat_opens_one_connection_to_the_store() -> None:
+    """At the host of the store each connection is an open file, and `ulimit -n` is 1024 by default."""
+    clones: list[object] = []
+
+    class Cloned(BusyStore):
+        def clone(self) -> BusyStore:
+            clones.append(self)
+            return self
+
+    store: Any = Cloned()
+    Heartbeat(store, 3, 1.0, lambda: "at step 8").close()
+    assert len(clones) == 1
+
+
+def test_the_timeout_of_the_job_stays_where_a_store_cannot_be_cloned() -> None:
+    """As in torch 2.6 and 2.7, whose prefix stores pass a timeout on to the store of the job."""
+
+    class Old:
+        def set(self, key: str, value: str) -> None:
+            """Publish nothing."""
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            raise AssertionError("collectives that need the store would fail after this timeout")
+
+    store: Any = Old()
+    Heartbeat(store, 3, 1.0, lambda: "at step 8").close()
 
 
 def test_heartbeats_describe_the_state_of_a_peer(world: World) -> None:

@@ -83,6 +83,16 @@ def test_double_enable_is_refused_with_the_remedy(packages: Packages) -> None:
     assert megatron_overlap.enable(manifests=[packages.manifest("scale")]).active
 
 
+def test_enable_is_refused_where_only_the_patches_of_all_features_are_applied(packages: Packages) -> None:
+    """As for variable-length attention: the checks of a second session would be refused."""
+    config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "varlen": {"method": "balanced"}})
+    first = megatron_overlap.enable(config, manifests=[packages.manifest("scale", feature="consistency")])
+    assert not first.active
+    assert packages.vendor.scale(1) == ("ours", 2)
+    with pytest.raises(PatchError, match=r"enabled already; call disable\(\)"):
+        megatron_overlap.enable()
+
+
 def test_off_switch(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_OVERLAP", "0")
     session = megatron_overlap.enable(manifests=[packages.manifest("scale")])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +49,19 @@ def test_the_transport_of_gpus_has_its_reason(
         assert reason.endswith("use NCCL")
     else:
         assert verdict == "works"
+
+
+def test_a_tool_that_hangs_ends_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "_TOOL_S", 0.2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (line,) = doctor.devices()
+    assert line.startswith("no topology: Command ")
+    assert line.endswith("timed out after 0.2 seconds")
 
 
 def test_the_self_test_fails_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,12 @@ import sys
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm import Transport, TransportOptions
-from megatron_overlap.comm.host_group import store_beside
+from megatron_overlap.comm.host_group import store_beside, timeout_of
 from megatron_overlap.comm.symmetric.cuda import open_copies
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import TransportError
@@ -197,8 +196,4 @@ def training_arguments() -> Any:
 
 def deadline_of(session: Session, group: dist.ProcessGroup) -> float:
     """Seconds of one wait: `overlap.timeout_s`, else the timeout of the process group, which Megatron sets."""
-    if session.config.timeout_s is not None:
-        return session.config.timeout_s
-    device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
-    timeout: Any = group._get_backend(device).options._timeout
-    return float(timeout.total_seconds())
+    return session.config.timeout_s or timeout_of(group)

@@ -1,6 +1,7 @@
 """`overlap.tensor.method: auto` in Megatron's layers: one `Autotuner` for each tensor-parallel group."""
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,9 @@ class GroupAutotuners:
         # Which candidate is fastest differs from run to run, and candidates sum in different orders.
         self.enabled = method == "auto" and not session.config.deterministic
         folder = session.config.tensor.autotune_cache
-        self._folder = None if folder is None else Path(folder).expanduser()
+        # A user id without a home folder, as in some containers, leaves the `~`: no cache.
+        path = "~" if folder is None else os.path.expanduser(folder)
+        self._folder = None if path.startswith("~") else Path(path)
         self._versions = {name: release for name, release in installed_versions().items() if release}
         self._autotuners: dict[dist.ProcessGroup, Autotuner] = {}
         if self.enabled:

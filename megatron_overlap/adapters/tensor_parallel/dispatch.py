@@ -316,7 +316,7 @@ class FusedTransports:
 
     def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
         self.hopper = session.config.tensor.kernels == "hopper"
-        self._counters, self._messages = session.counters, messages
+        self._counters, self._messages, self._timeout_s = session.counters, messages, session.config.timeout_s
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if session.config.tensor.method == "fused":
             self._counters.symmetric_memory = self.memory
@@ -325,7 +325,7 @@ class FusedTransports:
         """The fused transport of `group`, or the reason that it has none. The first call is collective."""
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = open_fused(group, self._messages)
+            transport = self._transports[group] = open_fused(group, self._messages, timeout_s=self._timeout_s)
             self._counters.symmetric_memory = self.memory
         return transport
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import runpy
@@ -16,6 +17,7 @@ from megatron_overlap.config.errors import writing
 from megatron_overlap.config.launch import LaunchSection
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
 from megatron_overlap.config.resources import transformer_engine_available
+from megatron_overlap.patching import RevertRefusedError
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import load_manifests
 from megatron_overlap.session import Session, current, enable, is_switched_off
@@ -141,7 +143,8 @@ class ScriptRun:
         if isinstance(error, consistency.ConfigMismatchError | consistency.UnsupportedConfigError):
             print(error, file=sys.stderr)
             return 2
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
         check = self._session.find(consistency.ConsistencyCheck)
         if check is not None and (written := check.post_mortem(error)) is not None:
             print(f"rank {self._rank}: its last operations are in {written}", file=sys.stderr)
@@ -155,14 +158,18 @@ class ScriptRun:
             if self._recorder is not None:
                 self._recorder.finish(self._session.report().as_dict(), succeeded=code == 0)
             if code == 0:
-                self._session.disable()
+                try:
+                    self._session.disable()
+                except RevertRefusedError:  # the script replaced a function of Megatron, too, and the process ends
+                    self._session.clean_up()
                 # Otherwise a gloo worker thread outlives its objects and aborts the process at exit.
                 import torch
 
                 if torch.distributed.is_initialized():
                     torch.distributed.destroy_process_group()
         except Exception:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
             code = code or 1
         return code
 

@@ -5,6 +5,8 @@ import platform
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,8 +47,9 @@ class StepRecorder(Adapter):
     Files: `steps-rank{r}.jsonl` (one line per iteration), `evaluations-rank{r}.jsonl` (one line per evaluation),
     `meta-rank{r}.json` (versions, device, layout) at the first step, `report-rank{r}.json` at the end; with
     `session.trace` `events-rank{r}.bin` (one block per step), and the exposed communication in Megatron's logs. Files
-    of an earlier run in the same folder are replaced. `device` is "cpu", where `adapters.cpu` replaces the functions of
-    `torch.cuda`, or "cuda". The meta file gets `link`, the config of the network between hosts.
+    of an earlier run in the same folder are replaced. After the first one that cannot be written, as on a full disk,
+    the training goes on without records of this rank: `ended`. `device` is "cpu", where `adapters.cpu` replaces the
+    functions of `torch.cuda`, or "cuda". The meta file gets `link`, the config of the network between hosts.
     """
 
     def __init__(self, session: Session, run_dir: Path, rank: int, device: str, link: dict[str, Any] | None) -> None:
@@ -54,22 +57,38 @@ class StepRecorder(Adapter):
         self._run_dir, self._rank, self._device, self._link = run_dir, rank, device, link
         self._iteration = self._start_ns = 0
         self._since_log: list[tuple[float, float]] = []
-        events = run_dir / EVENTS.format(rank=rank)
-        events.unlink(missing_ok=True)
+        self.ended = False
+        events, self._evaluations = run_dir / EVENTS.format(rank=rank), run_dir / f"evaluations-rank{rank}.jsonl"
+        for path in (events, self._evaluations, self._json("meta"), self._json("report")):
+            path.unlink(missing_ok=True)
         self._traced: tuple[EventFile, Trace] | None = None
         if session.trace is not None:
             self._traced = EventFile(events, rank, {"device": device}), session.trace
-            session.add_close(self._traced[0].close)
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
-        session.add_close(self._steps.close)
-        self._evaluations = run_dir / f"evaluations-rank{rank}.jsonl"
-        self._evaluations.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """See `Adapter`."""
+        with self._writing():
+            self._steps.close()
+        if self._traced is not None:
+            self._traced[0].close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.ended:
+                text = f"rank {self._rank} records no more steps in {self._run_dir}: {error.strerror}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            self.ended = True
 
     def step_begins(self) -> None:
         """Starts the clock; before the first step it writes the meta file."""
         if self._iteration == 0:
             facts = {"rank": self._rank, "link": self._link, "argv": sys.argv}
-            self._write_json(f"meta-rank{self._rank}.json", {**describe_run(self._device), **facts})
+            with self._writing():
+                self._write_json("meta", {**describe_run(self._device), **facts})
             self._compare_clocks()
         self.start_clock()
 
@@ -84,6 +103,10 @@ class StepRecorder(Adapter):
         stop_ns = time.perf_counter_ns()
         # A resumed run does not start at 0.
         self._iteration = iterations_before + 1 if iterations_before is not None else self._iteration + 1
+        if self.ended:
+            if self._traced is not None:
+                self._traced[1].take()
+            return
         row: dict[str, Any] = {
             "iteration": self._iteration,
             "step_time_ms": (stop_ns - self._start_ns) / 1e6,
@@ -94,20 +117,22 @@ class StepRecorder(Adapter):
             "peak_memory_bytes": torch.cuda.max_memory_allocated(),
             "time": time.time(),
         }
-        if self._traced is not None:
-            row["exposed"] = self._write_events(*self._traced, stop_ns)
-        self._steps.write(json.dumps(row) + "\n")
+        with self._writing():
+            if self._traced is not None:
+                row["exposed"] = self._write_events(*self._traced, stop_ns)
+            self._steps.write(json.dumps(row) + "\n")
 
     def evaluation_completed(self) -> None:
         """Writes the line of the evaluation."""
         torch.cuda.synchronize()
         row = {"iteration": self._iteration, "time_ms": (time.perf_counter_ns() - self._start_ns) / 1e6}
-        with self._evaluations.open("a", encoding="utf-8") as file:
+        with self._writing(), self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def finish(self, report: dict[str, Any], *, succeeded: bool) -> None:
         """Writes the session's report of this rank; after a successful run all ranks compare their clocks once more."""
-        self._write_json(f"report-rank{self._rank}.json", report)
+        with self._writing():
+            self._write_json("report", report)
         if succeeded and self._iteration:
             self._compare_clocks()
 
@@ -117,7 +142,8 @@ class StepRecorder(Adapter):
         if self._traced is None or world is None:  # no trace, or the script destroyed the groups
             return
         try:
-            self._traced[0].mark(compare_clocks(world))
+            with self._writing():
+                self._traced[0].mark(compare_clocks(world))
         except RuntimeError as error:
             warnings.warn(f"trace: the ranks' clocks could not be compared: {error}", stacklevel=2)
 
@@ -155,8 +181,11 @@ class StepRecorder(Adapter):
         if wandb is not None:
             wandb.log(series, self._iteration)
 
+    def _json(self, name: str) -> Path:
+        return self._run_dir / f"{name}-rank{self._rank}.json"
+
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        (self._run_dir / name).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        self._json(name).write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def describe_run(device: str) -> dict[str, Any]:

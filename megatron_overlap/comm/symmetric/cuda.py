@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.comm.host_group import HostGroup, cause_of, store_beside
+from megatron_overlap.comm.host_group import HostGroup, cause_of, store_beside, timeout_of
 from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
@@ -50,14 +50,19 @@ def local_unsupported_reason() -> str:
     return ""
 
 
-def open_backend(group: dist.ProcessGroup, *, deadline_s: float = 60.0) -> "tuple[CudaBackend, Nodes] | str":
+def open_backend(
+    group: dist.ProcessGroup, *, timeout_s: float | None = None, deadline_s: float = 60.0
+) -> "tuple[CudaBackend, Nodes] | str":
     """Return the memory of the ranks of this host and the placement of all ranks, or why there is none. Collective.
 
     All ranks return the same reason. The ranks of each host map an arena, write to each peer and read the result.
+    `timeout_s` limits the wait for ranks that call this later, None: the timeout of the group. `deadline_s` limits what
+    follows.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
-    reason = first_unsupported_reason(store, rank, size, "local", local_unsupported_reason(), deadline_s)
+    timeout_s = timeout_s or timeout_of(group)
+    reason = first_unsupported_reason(store, rank, size, "local", local_unsupported_reason(), timeout_s)
     if reason:
         return reason
     store.set(f"host/{rank}", socket.gethostname())
@@ -387,13 +392,13 @@ def open_copies(
     All ranks return the same reason. `between` opens the messages of a group that spans several hosts; None: such a
     group has no copies.
     """
-    opened = open_backend(group)
+    limit_s = options.timeout_s or timeout_of(group)
+    opened = open_backend(group, timeout_s=limit_s)
     if isinstance(opened, str):
         return opened
     backend, nodes = opened
     if nodes.num_nodes > 1 and between is None:
         backend.close()
         return f"the group spans {nodes.num_nodes} hosts"
-    limit_s = options.timeout_s or group._get_backend(backend.device).options._timeout.total_seconds()
     inside = CopyTransport(backend, replace(options, timeout_s=limit_s))
     return inside if between is None or nodes.num_nodes == 1 else CopyNodesTransport(inside, between(group), nodes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import pwd
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
+from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners, LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune import search
@@ -53,6 +55,13 @@ def follow(session: Session) -> list[str]:
 
 def config(folder: str | None, **tensor: Any) -> OverlapConfig:
     return OverlapConfig(tensor={"method": "auto", "autotune_cache": folder, **tensor})
+
+
+def folder_without_home(group: dist.ProcessGroup) -> object:
+    """The folder of the default config's cache for a user id that the machine does not know, as in a container."""
+    with patch.dict(os.environ), patch.object(pwd, "getpwuid", side_effect=KeyError("getpwuid(): uid not found")):
+        os.environ.pop("HOME", None)
+        return GroupAutotuners(Session(OverlapConfig()), "auto")._folder
 
 
 def trained(

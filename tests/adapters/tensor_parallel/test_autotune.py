@@ -43,6 +43,10 @@ def test_local_layers_with_gradient_accumulation_fusion_are_not_measured_on_a_cp
         assert "adds to main_grad on CUDA only" in excluded["autotuning"]
 
 
+def test_a_user_without_a_home_folder_has_no_cache(ranks: World) -> None:
+    assert ranks.run(RANKS, workers.folder_without_home) == [None] * RANKS
+
+
 def test_layers_of_one_input_run_the_same_candidate_and_share_its_gather(ranks: World) -> None:
     ran, sent = ranks.run(RANKS, workers.shared_input)[0]
     assert ran[::2] == ran[1::2]

@@ -39,12 +39,18 @@ def inside_host(transport: FusedTransport) -> SymmetricTransport:
     return transport.inside if isinstance(transport, NodesTransport) else transport
 
 
-def open_fused(group: dist.ProcessGroup, messages: Callable[[dist.ProcessGroup], Transport]) -> FusedTransport | str:
+def open_fused(
+    group: dist.ProcessGroup,
+    messages: Callable[[dist.ProcessGroup], Transport],
+    *,
+    timeout_s: float | None = None,
+) -> FusedTransport | str:
     """Return the transport of fused operations in `group`, or the same reason on all ranks why there is none.
 
-    Collective. `messages` opens the transport between nodes; called only if the group spans several nodes.
+    Collective. `messages` opens the transport between nodes; called only if the group spans several nodes. `timeout_s`
+    is as of `open_backend`.
     """
-    opened = open_backend(group)
+    opened = open_backend(group, timeout_s=timeout_s)
     if isinstance(opened, str):
         return opened
     from megatron_overlap.kernels.primitives import wait_all
