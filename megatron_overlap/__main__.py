@@ -5,7 +5,6 @@ python -m megatron_overlap SCRIPT ARGS... [--overlap-config FILE] [--overlap-run
 
 import atexit
 import contextlib
-import io
 import multiprocessing
 import os
 import sys
@@ -14,14 +13,14 @@ from typing import NoReturn
 
 from megatron_overlap.adapters.training.bootstrap import USAGE, ScriptRun, UsageError
 from megatron_overlap.config import ConfigError
+from megatron_overlap.config.errors import escape_output
 from megatron_overlap.patching import PatchError
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the script and ends the process. Exit codes: 0 done, 1 the script failed, 2 the request was wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a log without UTF-8 ends no training
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     if argv[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n\nRun a Megatron training script with the overlap. SCRIPT --help lists all options.")
         _leave(0)

@@ -4,7 +4,6 @@ A subcommand is a function with typer annotations. It returns the exit code; Non
 """
 
 import importlib
-import io
 import pkgutil
 import re
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from megatron_overlap.config.errors import ConfigError, did_you_mean, usage_error
+from megatron_overlap.config.errors import ConfigError, did_you_mean, escape_output, usage_error
 from megatron_overlap.version import __version__
 
 # typer contains its own copy of click in some releases. Its BadParameter is a class of that copy in every release.
@@ -38,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns 0: done, 1: the run failed or a check did not hold, 2: the request was wrong (one line on stderr).
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show ends no run
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     try:
         return _run(_command_in(args), args)
     except ConfigError as error:

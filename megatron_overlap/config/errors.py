@@ -1,8 +1,10 @@
 """`ConfigError`, the one-line error of a wrong configuration, and `Problem`, a finding of a check."""
 
+import io
 import json
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -57,6 +59,13 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "key") -> str:
     names = list(known)
     match = nearest(name, names)
     return f"unknown {what}; " + (f"did you mean {match}?" if match else f"use one of {', '.join(names)}")
+
+
+def escape_output() -> None:
+    """Let the standard output escape characters that it cannot encode, as in a log without UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a pipe that replaced a file
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
