@@ -23,7 +23,7 @@ class BufferPool:
 
     Attributes:
         derived: what callers derive from buffers, by keys of theirs; emptied when a buffer is replaced.
-        in_use: names of operations in flight, for callers that take one name for each.
+        in_use: names of buffers that unfinished operations hold, for callers that need one buffer for each.
     """
 
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:

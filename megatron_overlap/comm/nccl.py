@@ -234,7 +234,8 @@ class NcclCollective:
             with torch.cuda.stream(transport._stream):
                 began = timing.owner.mark()
                 self._work = start()
-                # torch keeps the operands until the first wait for the work, which is that of this stream.
+                # torch frees the operands after the first wait for the work, here on the transport's stream: NCCL may
+                # still read them. This reference holds them until the caller's stream waits.
                 self._operands: object = start
                 # Only for a trace; see `NcclP2PWork`.
                 self._work.wait()

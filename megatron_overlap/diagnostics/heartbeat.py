@@ -27,8 +27,8 @@ class Heartbeat:
 
     def __init__(self, store: dist.Store, rank: int, deadline_s: float, doing: Callable[[], str]) -> None:
         self._store = store
-        # A blocking request of the job delays all requests on its connection. torch before 2.8 has no other connection,
-        # and a timeout set on this one is that of the job.
+        # On the job's own connection a blocking request of the job would delay the heartbeat. torch before 2.8 cannot
+        # clone a store: the heartbeat shares the connection, and does not change its timeout.
         if hasattr(store, "clone"):
             self._store = store.clone()
             self._store.set_timeout(timedelta(seconds=_STORE_S))

@@ -102,7 +102,7 @@ class _Leaves:
         copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
     ) -> None:
         self.leaves = [None if t is None else copy(t.detach()).requires_grad_(t.requires_grad) for t in inputs]
-        # In inference mode autograd cannot save the inputs, which are inference tensors.
+        # Autograd cannot save inference tensors for a backward pass.
         with torch.set_grad_enabled(not torch.is_inference_mode_enabled()):
             self.y = function(*self.leaves)
 

@@ -78,7 +78,7 @@ class Rank:
         return finish
 
     def run(self, num_layers: int) -> None:
-        """Forward and backward of a column- and a row-parallel layer; the last has two operations in flight."""
+        """Forward and backward of a column- and a row-parallel layer; the last has two unfinished operations."""
         for _ in range(num_layers):
             self.gather()()
             self.scatter()()

@@ -161,7 +161,7 @@ def test_a_trace_has_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_a_traced_collective_keeps_its_operands_until_the_wait(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """torch frees them at the first wait for the work, and the first is that of another stream than the caller's."""
+    """torch frees them after the first wait for the work, which is not the caller's: NCCL may still read them."""
     device, transport = opened(monkeypatch, 1, SIZE)
     owner: Any = SimpleNamespace(mark=lambda: device.put("mark"), intervals=[])
     events: Any = SimpleNamespace()

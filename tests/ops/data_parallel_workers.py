@@ -109,7 +109,7 @@ def landing_memory(group: dist.ProcessGroup, rounds: int) -> tuple[int, int]:
 
 
 def two_reducers(group: dist.ProcessGroup) -> bool:
-    """The buckets of a sharded and of a plain model of the same ranks are in flight together."""
+    """The buckets of a sharded and of a plain model of the same ranks are reduced at the same time."""
     transport, gather = GlooTransport(group), GlooTransport(group)
     sharded, plain = GradientReduce(transport), GradientReduce(transport, gather=gather)
     size, rank, equal = group.size(), group.rank(), True

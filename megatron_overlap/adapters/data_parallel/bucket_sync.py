@@ -262,7 +262,7 @@ class BucketOrder:
     A group that has had no gradient since the model was made is passed over, as by Megatron.
 
     Attributes:
-        num_late: most groups that waited at one time, at least half of all; else 0. Overlap alone delays few.
+        num_late: the largest number of groups that waited at one time; 0 if it was always less than half of all.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:

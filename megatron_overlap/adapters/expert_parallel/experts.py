@@ -33,7 +33,7 @@ _FEATURES = {
     "overlap_dispatch_backward_with_experts_wgrad": (
         "--overlap-dispatch-backward-with-experts-wgrad: Megatron overlaps the backward of dispatch itself"
     ),
-    "moe_use_grouped_tensor": "--moe-use-grouped-tensor: one tensor holds the rows of all experts",
+    "moe_use_grouped_tensor": "--moe-use-grouped-tensor: TransformerEngine computes the experts on padded rows",
     "delay_wgrad_compute": "--delay-wgrad-compute: deferred weight gradient",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input: probabilities scale the input of the experts",
     "add_bias_linear": "the experts have biases: add --disable-bias-linear",

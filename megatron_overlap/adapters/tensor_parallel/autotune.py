@@ -52,10 +52,9 @@ class GroupAutotuners:
         self._session = session
         # Which candidate is fastest differs from run to run, and candidates sum in different orders.
         self.enabled = method == "auto" and not session.config.deterministic
-        folder = session.config.tensor.autotune_cache
-        # A user id without a home folder, as in some containers, leaves the `~`: no cache.
-        path = "~" if folder is None else os.path.expanduser(folder)
-        self._folder = None if path.startswith("~") else Path(path)
+        folder = os.path.expanduser(session.config.tensor.autotune_cache or "")
+        # The `~` stays for a user id without a home folder, as in some containers: no cache.
+        self._folder = Path(folder) if folder and not folder.startswith("~") else None
         self._versions = {name: release for name, release in installed_versions().items() if release}
         self._autotuners: dict[dist.ProcessGroup, Autotuner] = {}
         if self.enabled:

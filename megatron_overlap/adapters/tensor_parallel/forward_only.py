@@ -234,7 +234,7 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 
     def run() -> None:
         if transport is not None:
-            # Another tensor in each run: the gathered rows of the same one would be reused.
+            # A new view in each run: for the same tensor the operation would reuse the gathered rows.
             LINEAR_OPS[call.op](x.view_as(x), weight, group=transport, plan=_ONE_MESSAGE)
         elif gathers:
             dist.all_gather_into_tensor(gathered, x, group=group)

@@ -74,7 +74,7 @@ class Job:
     split: Split | Literal["auto"] = "none"
     data_overlap: Literal["none", "stock"] = "stock"  # Megatron's overlap flags for gradients and parameters
     gradient_bytes: int = 4  # of one gradient element in memory and in the reduction
-    vocabulary_multiple: int = VOCABULARY_MULTIPLE  # of the rows of the embedding on a tensor rank
+    vocabulary_multiple: int = VOCABULARY_MULTIPLE  # divides the rows of the embedding on each tensor parallel rank
     bucket_parameters: int | None = None  # smallest number of a gradient bucket; None: Megatron's default
     experts: Experts | None = None
     materializes_scores: bool = False  # attention is two products and a softmax with all scores in memory
