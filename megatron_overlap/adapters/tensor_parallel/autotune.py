@@ -265,6 +265,12 @@ class LinearAutotuner(GroupAutotuners):
             self._replaced = frozenset(kind.call for kind in _inside(separate, layers))
         return output
 
+    def drop(self) -> None:
+        """See `GroupAutotuners`."""
+        super().drop()
+        self._forward_only, self._last = ForwardOnlyCalls(self._transport), None
+        self._stock_calls.clear()
+
     def unsupported_reason(self, call: LinearCall) -> str | None:
         if call.main_grad is not None and not call.x.is_cuda and not is_te_linear(call.layer):
             return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"

@@ -84,7 +84,7 @@ class LinearAdapter(Adapter):
         self.deferred_wgrad = DeferredWgrad()
         self.assigned: dict[torch.nn.Module, Callable[[LinearCall], LayerOutput]] = {}
         self._unread: torch.nn.Module | None = None
-        self.split = "none" if tensor.split == "auto" else tensor.split
+        self.split = self._configured_split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
         self._transports: dict[dist.ProcessGroup, Transport] = {}
@@ -258,7 +258,9 @@ class LinearAdapter(Adapter):
             self._unread = None
 
     def step_ended(self) -> None:
-        self.deferred_wgrad = DeferredWgrad()  # an exception may have left gradients of its backward pass
+        # An exception may have left the state of its backward pass.
+        self.deferred_wgrad = DeferredWgrad()
+        self.split, self.autotuner.paused = self._configured_split, False
         self._fused_transports.free_replaced()
 
     def close(self) -> None:
@@ -268,8 +270,9 @@ class LinearAdapter(Adapter):
         self._fused_transports.close()
 
     def drop(self) -> None:
-        """Does the same, and drops the weight gradients of an interrupted backward pass."""
-        self.deferred_wgrad = DeferredWgrad()
+        """Does the same, drops the state of an interrupted backward pass, and what was measured on the groups."""
+        self.step_ended()
+        self.autotuner.drop()
         self.close()
 
 

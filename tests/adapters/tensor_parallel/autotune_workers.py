@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners, LinearAutotuner
+from megatron_overlap.adapters.tensor_parallel.batch_overlap import _recompute_with
 from megatron_overlap.adapters.tensor_parallel.call import LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.autotune import search
@@ -221,6 +222,44 @@ def different_layers(group: dist.ProcessGroup) -> str:
         except AutotuneError as error:
             return str(error)
     return ""
+
+
+def groups_made_again(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """A layer runs in training and in evaluation, on groups that are made twice; the selections before and after."""
+    from megatron.core import parallel_state
+
+    start(group)
+    data = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
+    lines = []
+    with enable(config(None), strict=True) as session:
+        for _ in range(2):
+            layer = make_layer("column", torch.float32)
+            step(layer, *data)
+            with torch.no_grad():
+                layer(data[0])
+            lines.append([line.passes for line in session.report().autotuning])
+            session.drop_adapters()  # as for an in-process restart
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())
+    return lines[0], lines[1]
+
+
+def interrupted_recomputation(group: dist.ProcessGroup) -> list[tuple[str, bool]]:
+    """The backward of a block in batch overlap ends in an error: the split and the pause after it and a step later."""
+    start(group)
+    with enable(config(None), strict=True) as session:
+        adapter = session.adapter(LinearAdapter)
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda _: 1 / 0)
+        output, adapter.autotuner.paused = x * 2, True
+        _recompute_with(adapter, "batch", output)
+        found = []
+        try:
+            output.backward()
+        except ZeroDivisionError:
+            found.append((adapter.split, adapter.autotuner.paused))
+        session.next_step()
+        return [*found, (adapter.split, adapter.autotuner.paused)]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,16 @@ def test_calls_of_a_selected_stock_path_skip_the_autotuner_and_are_counted(ranks
         assert calls.other == [0, 0, 1 if kind == "column" else 2]
 
 
+def test_groups_that_are_made_again_are_measured_again(ranks: World) -> None:
+    for before, after in ranks.run(RANKS, workers.groups_made_again):
+        assert before == after == ["forward, backward", "forward only"]
+
+
+def test_a_step_that_an_error_ended_leaves_no_state_to_the_next_one(ranks: World) -> None:
+    for found in ranks.run(RANKS, workers.interrupted_recomputation):
+        assert found == [("batch", True), ("none", False)]
+
+
 def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
     for text in ranks.run(RANKS, workers.different_layers):
         assert "run different layers: ag_gemm 64x16x6 float32 backward by stock, p2p" in text
