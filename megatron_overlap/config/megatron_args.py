@@ -13,6 +13,11 @@ TE_OVERLAP = "--tp-comm-overlap"
 EXPERT_PARALLEL = "--expert-model-parallel-size"
 TWO_MICROBATCHES = "--overlap-moe-expert-parallel-comm"
 """Megatron's overlap of experts: the forward of one micro-batch with the backward of another."""
+UNEVEN_STAGES = (
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+)
+"""Megatron's flags for stages with different numbers of layers."""
 TE_OVERLAP_ADVICE = "TransformerEngine overlaps with this flag; remove the flag, or use overlap.tensor.method=none"
 
 

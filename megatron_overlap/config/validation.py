@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_overlap.config.errors import Problem, show_value
 from megatron_overlap.config.launch import LaunchFields
-from megatron_overlap.config.megatron_args import flags_in, key_of, value_at
+from megatron_overlap.config.megatron_args import UNEVEN_STAGES, flags_in, key_of, value_at
 
 Rule = tuple[str, str]
 """The dotted key to change, and the remedy."""
@@ -76,8 +76,11 @@ def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
             yield f"model.{name}", f"must be a multiple of parallel.tensor {tensor}"
     if model.num_query_groups % tensor and tensor % model.num_query_groups:
         yield "model.num_query_groups", f"must be a multiple or a divisor of parallel.tensor {tensor}"
-    if model.num_layers % parallel.pipeline:
-        yield "model.num_layers", f"must be a multiple of parallel.pipeline {parallel.pipeline}"
+    if model.num_layers % parallel.pipeline and not {flag for _, flag in flags_in(cfg.megatron_args)} & {
+        *UNEVEN_STAGES
+    }:
+        remedy = f"must be a multiple of parallel.pipeline {parallel.pipeline}, or set {UNEVEN_STAGES[0]}"
+        yield "model.num_layers", remedy
     if context > 1 and seq_length % (2 * context):
         yield "train.seq_length", f"must be a multiple of 2 x parallel.context = {2 * context}"
     if parallel.sequence_parallel and seq_length % (tensor * context):

@@ -14,6 +14,7 @@ from megatron_overlap.config.megatron_args import (
     CPU_VALUES,
     DERIVED,
     SWITCHES,
+    UNEVEN_STAGES,
     VALUES,
     value_at,
 )
@@ -51,6 +52,11 @@ CASES: dict[str, list[str]] = {
     "data parallel": ["launch.ranks_per_node=4", "train.distributed_optimizer=true"],
     "data alone": ["launch.ranks_per_node=4", "overlap.data.method=none"],
     "pipeline": ["parallel.pipeline=2"],
+    "uneven stages": [
+        "model.num_layers=3",
+        "parallel.pipeline=2",
+        "megatron_args=[--decoder-first-pipeline-num-layers=1]",
+    ],
     "recompute": ["train.recompute=full"],
     "selective": ["train.recompute=selective", "train.lr_decay_style=constant"],
     "checkpoints": ["train.save=ckpt", "train.load=ckpt", "train.save_interval=2", "train.lr_decay_iterations=10"],
@@ -97,6 +103,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "data alone": {"data_parallel_size": 2, "overlap_grad_reduce": False},
     "pipeline": {"pipeline_model_parallel_size": 2, "data_parallel_size": 1},
+    "uneven stages": {"num_layers": 3, "decoder_first_pipeline_num_layers": 1},
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "lr_decay_style": "constant"},
     "checkpoints": {"save": "ckpt", "load": "ckpt", "save_interval": 2, "lr_decay_iters": 10},
@@ -126,7 +133,7 @@ def test_megatron_accepts_what_is_shipped(answers: dict[str, Any], file: Path) -
 
 def test_every_flag_in_the_tables_is_one_of_megatron(answers: dict[str, Any]) -> None:
     own = {flag for flag in DERIVED if flag.startswith("--overlap-") and not flag.endswith(("-reduce", "-gather"))}
-    assert {*VALUES, *SWITCHES, *DERIVED, *CPU_SWITCHES, *CPU_VALUES} - own <= answers["known"]
+    assert {*VALUES, *SWITCHES, *DERIVED, *CPU_SWITCHES, *CPU_VALUES, *UNEVEN_STAGES} - own <= answers["known"]
 
 
 def test_cuda_leaves_the_kernels_to_megatron(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, flags_in
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, UNEVEN_STAGES, flags_in
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
@@ -39,11 +39,7 @@ NEEDS_GPU = (
 )
 _WIDTHS = ("--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 _STAGES = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-# Their values count layers or name single layers of the whole model; a plain number of `-freq` does not.
-_LAYERS = (
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
-    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
-)
+# Their values name single layers of the whole model; a plain number does not.
 _LAYER_PATTERNS = ("--moe-layer-freq", "--linear-attention-freq", "--no-rope-freq", "--window-attn-skip-freq")
 
 
@@ -187,7 +183,7 @@ def _downscaled_arg(
     if flag in _STAGES:
         number, reason = ("1", "one layer per chunk") if flag == _STAGES[0] else ("2", "two chunks per stage")
         return ([number], reason) if sizes["pipeline"] > 1 else (None, "needs pipeline parallelism")
-    if flag in _LAYERS or (flag in _LAYER_PATTERNS and not "".join(values).isdigit()):
+    if flag in UNEVEN_STAGES or (flag in _LAYER_PATTERNS and not "".join(values).isdigit()):
         return None, "counts layers of the whole model"
     return values, ""
 

@@ -6,7 +6,13 @@ from typing import Literal
 
 from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, TWO_MICROBATCHES, flags_in, number_after
+from megatron_overlap.config.megatron_args import (
+    EXPERT_PARALLEL,
+    TWO_MICROBATCHES,
+    UNEVEN_STAGES,
+    flags_in,
+    number_after,
+)
 from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.tools.compare.flops import (
     EXPERTS_FLAG,
@@ -293,6 +299,9 @@ def _experts(config: LaunchConfig) -> Experts | None:
 
 def _virtual(config: LaunchConfig) -> int:
     """Model chunks per stage from `megatron_args`; launch configs have no key for them."""
+    for index, flag in flags_in(config.megatron_args):
+        if flag in UNEVEN_STAGES:
+            raise ValueError(f"megatron_args.{index}: {flag}: the simulator models equal stages only")
     stages = number_after("--num-virtual-stages-per-pipeline-rank", config.megatron_args)
     layers_each = number_after(_LAYERS_FLAG, config.megatron_args)
     if stages is not None or layers_each is None:

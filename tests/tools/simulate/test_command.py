@@ -85,6 +85,10 @@ def test_a_model_that_does_not_fit_fails(capsys: pytest.CaptureFixture[str]) -> 
             "megatron_args: --expert-tensor-parallel-size 8: the",
         ),
         (["megatron_args=[--num-layers-per-virtual-pipeline-stage, '5']"], "megatron_args.0: 5: must divide the 32"),
+        (
+            ["megatron_args=[--decoder-first-pipeline-num-layers, '5']"],
+            "megatron_args.0: --decoder-first-pipeline-num-layers: the simulator models equal stages only",
+        ),
         (["--json", "/nowhere/at/all.json"], "simulate --json: /nowhere/at/all.json"),
     ],
 )
