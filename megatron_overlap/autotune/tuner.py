@@ -203,8 +203,11 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
     the marks are events.
     """
 
+    # A hook of a leaf that referred to it would be a cycle that the garbage collector cannot see.
+    on_cuda = leaves[0].is_cuda
+
     def mark() -> Any:
-        if leaves[0].is_cuda:
+        if on_cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter_ns()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +97,14 @@ def test_a_call_whose_input_requires_no_gradient_is_timed(end: tuner.End) -> Non
     tuner._time_call(samples, lambda: x @ weight, (x,), end).sum().backward()
     assert [len(each) for each in samples] == [1, 1]
     assert samples[1][0].stop is not None
+
+
+@pytest.mark.parametrize("end", ["nodes", "input", "pass"])
+def test_a_timed_call_keeps_no_tensor(end: tuner.End) -> None:
+    """Not even in a cycle: the garbage collector sees none that includes a node of the graph."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(4, 4, requires_grad=True) * 2
+    freed = weakref.ref(x)
+    tuner._time_call(([], []), functools.partial(torch.matmul, x, weight), (x, weight), end).sum().backward()
+    del x
+    assert freed() is None
