@@ -65,6 +65,11 @@ def test_the_cache_of_other_ranks_makes_no_difference(world: World, tmp_path: Pa
     assert again == last * 5
 
 
+def test_rows_that_change_in_each_call_add_kinds_up_to_a_limit(world: World) -> None:
+    later = ["stock"] * 17 + ["p2p direct x 1"]
+    assert world.run(2, workers.other_rows_in_each_call) == [(4, later, "p2p direct x 1")] * 2
+
+
 class _Deferring(torch.autograd.Function):
     """Computes for a while in backward, and for longer at the end of the pass, as deferred weight gradients do."""
 
