@@ -25,6 +25,9 @@ from megatron_overlap.schedules.heuristics import fused_settings, one_knob_apart
 
 _MIN_CALLS = 2
 _MAX_NODES = 32
+MAX_KINDS = 1024
+"""Kinds of calls of a group that are measured. Rows that change in every step would add kinds, and exchanges of the
+ranks, without end."""
 
 
 class AutotuneError(RuntimeError):
@@ -119,6 +122,8 @@ class Autotuner:
             timed: False on all ranks for a call that takes longer than others. It runs the selected candidate.
             modelled: candidate that runs until the first recheck measures all; None measures them at once.
 
+        After `MAX_KINDS` further kinds run `modelled`, or the base.
+
         Raises AutotuneError if another rank runs another call.
         """
         # Without sequence parallelism weight gradients move from layer to layer (ops/wgrad.py): one layer pays
@@ -126,6 +131,10 @@ class Autotuner:
         name = ("all_reduce", call.rows, call.dtype, call.backward) if call.all_reduces else call
         kind = self.kinds.get(name)
         if kind is None:
+            # A block has a kind for the rows of its linear layers, which are measured.
+            if len(self.kinds) >= MAX_KINDS and call.op != "block":
+                candidate = modelled or candidates()[0]
+                return run(candidate), candidate
             kind = self.kinds[name] = self._open(call, candidates(), leaves[0].device, modelled)
         if timed and call == kind.call:
             while kind.search.due:
@@ -203,8 +212,11 @@ def _time_call(samples: Samples, run: Callable[[], Any], leaves: Sequence[torch.
     the marks are events.
     """
 
+    # A hook of a leaf that referred to it would be a cycle that the garbage collector cannot see.
+    on_cuda = leaves[0].is_cuda
+
     def mark() -> Any:
-        if leaves[0].is_cuda:
+        if on_cuda:
             return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter_ns()
 

@@ -51,7 +51,7 @@ class GlooTransport:
         # The first failure. Every later wait raises it at once.
         self.broken: TransportError | None = None
         self.progress = 0
-        self._op = 0
+        self._num_ops = 0
         # Guards the state of every operation; notified of every change of it.
         self.changed = threading.Condition()
         self._sending: list[GlooP2PWork] = []
@@ -81,8 +81,8 @@ class GlooTransport:
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
         if len(transfers) > _TAGS_PER_OP:
             raise ValueError(f"{op}: {len(transfers)} messages: at most {_TAGS_PER_OP}; use fewer chunks per rank")
-        self._op = (self._op + 1) % _NUM_OPS
-        p2p_work = GlooP2PWork(self, transfers, op, self._op * _TAGS_PER_OP)
+        self._num_ops += 1
+        p2p_work = GlooP2PWork(self, transfers, op, self._num_ops)
         for peer in {transfer.message.source for transfer in transfers}:
             self._receivers[peer].put(p2p_work)
         with self.changed:
@@ -134,13 +134,14 @@ class GlooTransport:
 class GlooP2PWork:
     """See `P2PWork`."""
 
-    def __init__(self, transport: GlooTransport, transfers: Sequence[Transfer], op: str, tag: int) -> None:
-        self._transport, self._transfers, self._op, self._tag = transport, transfers, op, tag
+    def __init__(self, transport: GlooTransport, transfers: Sequence[Transfer], op: str, number: int) -> None:
+        self._transport, self._transfers, self._op = transport, transfers, op
+        self._tag = tag = number % _NUM_OPS * _TAGS_PER_OP
         self._changed = transport.changed
         self._received = [transfer.recv.numel() == 0 for transfer in transfers]
         self._work_done = self._num_received = self._num_posted = 0
         self._sends: dict[int, list[dist.Work]] = {}
-        trace, number = transport.trace, tag // _TAGS_PER_OP
+        trace = transport.trace
         self._events = WorkEvents(trace, transport.ranks, transport.channel, number, op) if trace is not None else None
         self._record = None
         if transport.flight_recorder is not None:

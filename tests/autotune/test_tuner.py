@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,11 @@ def test_the_cache_of_other_ranks_makes_no_difference(world: World, tmp_path: Pa
     assert again == last * 5
 
 
+def test_rows_that_change_in_each_call_add_kinds_up_to_a_limit(world: World) -> None:
+    later = ["stock"] * 17 + ["p2p direct x 1"]
+    assert world.run(2, workers.other_rows_in_each_call) == [(4, later, "p2p direct x 1")] * 2
+
+
 class _Deferring(torch.autograd.Function):
     """Computes for a while in backward, and for longer at the end of the pass, as deferred weight gradients do."""
 
@@ -95,3 +102,14 @@ def test_a_call_whose_input_requires_no_gradient_is_timed(end: tuner.End) -> Non
     tuner._time_call(samples, lambda: x @ weight, (x,), end).sum().backward()
     assert [len(each) for each in samples] == [1, 1]
     assert samples[1][0].stop is not None
+
+
+@pytest.mark.parametrize("end", ["nodes", "input", "pass"])
+def test_a_timed_call_keeps_no_tensor(end: tuner.End) -> None:
+    """Not even in a cycle: the garbage collector sees none that includes a node of the graph."""
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(4, 4, requires_grad=True) * 2
+    freed = weakref.ref(x)
+    tuner._time_call(([], []), functools.partial(torch.matmul, x, weight), (x, weight), end).sum().backward()
+    del x
+    assert freed() is None

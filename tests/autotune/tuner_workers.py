@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.autotune import search
+from megatron_overlap.autotune import search, tuner
 from megatron_overlap.autotune.candidates import STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Selection, calls_to_select
 from megatron_overlap.autotune.tuner import Autotuner
@@ -166,6 +166,23 @@ def reverted(group: dist.ProcessGroup, folder: str) -> Reverted:
         again.run(5, after)
         writers = {path.parent.name for path in Path(folder).glob("*/*.json")}
         return Reverted(first, layers.selected, layers.ran, again.ran, writers)
+
+
+def other_rows_in_each_call(group: dist.ProcessGroup) -> tuple[int, list[str], str]:
+    """Returns the number of kinds, what ran after the last one, and what an allowed `block` ran."""
+    layers = Layers(group, None)
+    w = torch.zeros(2, requires_grad=True)
+
+    def run(op: str, rows: int, modelled: Candidate | None = None) -> str:
+        call = Call(op, rows, 16, 16, "float32")
+        candidates = [STOCK, P2P]
+        return str(layers.autotuner.run(call, lambda _: w * 2, (w, w), lambda: candidates, modelled=modelled)[1])
+
+    with patch.multiple(tuner, MAX_KINDS=3):
+        later = [run("gemm_rs", rows) for rows in range(20)][3:]
+        later.append(run("gemm_rs", 20, P2P))
+        block = run("block", 0, P2P)
+    return len(layers.autotuner.kinds), later, block
 
 
 def other_disks(group: dist.ProcessGroup, folder: str) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from megatron_overlap.comm.gloo import _NUM_OPS
 from tests.comm import transport_workers
 from tests.helpers.world import World
 
@@ -41,6 +42,12 @@ def test_closing_ends_the_threads(world: World) -> None:
 
 def test_messages_of_concurrent_operations_are_not_mixed(world: World) -> None:
     assert world.run(4, transport_workers.many_operations, 20) == [True] * 4
+
+
+def test_operations_have_other_numbers_when_tags_repeat(world: World) -> None:
+    """Otherwise a trace would match the messages of different operations."""
+    numbers = [*range(_NUM_OPS - 2, _NUM_OPS + 4)]
+    assert world.run(2, transport_workers.numbers_after_tags_repeat) == [(numbers, [True] * 6)] * 2
 
 
 def test_a_late_peer_does_not_block_other_peers(world: World) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import TransportError
-from megatron_overlap.comm.gloo import GlooTransport
+from megatron_overlap.comm.gloo import _NUM_OPS, GlooTransport
 from megatron_overlap.comm.transport import Transfer, TransportOptions
+from megatron_overlap.ops import all_gather_linear
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
+from megatron_overlap.tracing import EVENT, Kind, Trace
 
 
 def missing_peer(group: dist.ProcessGroup) -> tuple[str, float]:
@@ -105,6 +108,19 @@ def many_operations(group: dist.ProcessGroup, count: int) -> bool:
             assert torch.equal(recv, torch.full((5,), float(expected)))
     transport.close()
     return True
+
+
+def numbers_after_tags_repeat(group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
+    """Return the recorded numbers of operations around the repetition of tags, and whether each result is right."""
+    trace = Trace()
+    transport = GlooTransport(group, TransportOptions(trace=trace))
+    transport._num_ops = _NUM_OPS - 3
+    x = torch.full((2, 4), float(transport.rank))
+    gathered = torch.arange(float(transport.size)).repeat_interleave(2)[:, None].expand(-1, 4)
+    right = [torch.equal(all_gather_linear(x + op, torch.eye(4), group=transport), gathered + op) for op in range(6)]
+    rows = np.array(trace.take()[1], dtype=EVENT)
+    transport.close()
+    return rows[rows["kind"] == Kind.OP]["operation"].tolist(), right
 
 
 def a_late_peer_does_not_block_other_peers(group: dist.ProcessGroup) -> list[int]:

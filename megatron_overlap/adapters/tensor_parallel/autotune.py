@@ -19,7 +19,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, 
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
-from megatron_overlap.autotune.tuner import Autotuner, Kind
+from megatron_overlap.autotune.tuner import MAX_KINDS, Autotuner, Kind
 from megatron_overlap.comm import Transport
 from megatron_overlap.counters import AutotuneLine, Tally
 from megatron_overlap.ops.call import gathered_rows
@@ -188,6 +188,9 @@ class LinearAutotuner(GroupAutotuners):
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
         if gathers:
             self._last = group, weakref.ref(x), _version_of(x), candidate
+        if len(autotuner.kinds) >= MAX_KINDS:
+            text = f"the group has {MAX_KINDS} kinds of calls: calls with other rows are not measured"
+            self._session.counters.exclude("autotuning", text)
         own = autotuner.kinds.get(kind)  # None for layers that are tuned together
         if own is not None and candidate == STOCK and own.search.calls < own.search.free_until:
             if threshold is not None:

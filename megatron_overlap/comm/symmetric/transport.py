@@ -41,6 +41,9 @@ Mover = Literal["push", "pull", "ring"]
 MAX_PARTS = 32
 """Largest number of chunks per shard: the arena has one flag for each."""
 
+MAX_EPOCH = (1 << 31) - (1 << 20)
+"""After this epoch those of a group begin again at 1: flags are int32, and a job may have more operations in weeks."""
+
 _FLAG_BYTES = 4
 
 
@@ -140,6 +143,10 @@ class SymmetricTransport:
             )
         if self._layout is None or self._layout.slot_bytes < slot_bytes:
             self._allocate(slot_bytes)
+        elif self._epoch >= MAX_EPOCH and not self._open:
+            self.backend.barrier()
+            self._number_anew()
+            self.backend.barrier()
         self._epoch += 1
         self._open += 1
         assert self._layout is not None
@@ -181,11 +188,7 @@ class SymmetricTransport:
         self._views, self._addresses = [], torch.empty(0)
         layout = self._layout = ArenaLayout(self.size, slot_bytes)
         self._views = self.backend.map(layout.num_bytes)
-        # No slot is in use: flags are below every epoch, and acknowledgements are at the newest.
-        words = self._views[self.rank][layout.flags(0) :].view(torch.int32)
-        words.zero_()
-        for epoch in (0, 1):
-            self._words(self.rank, layout.acknowledgements(epoch), self.size).fill_(self._epoch)
+        self._number_anew()
         # Loads the kernel. Loading waits for all streams, and a stream may later wait for a peer.
         self.wait_all(self._words(self.rank, layout.acknowledgements(0), self.size), self._epoch)
         bases = [view.data_ptr() for view in self._views]
@@ -193,6 +196,13 @@ class SymmetricTransport:
         table = [[[base + start for base in bases] for start in both] for both in starts]
         self._addresses = torch.tensor(table, dtype=torch.int64, device=self.backend.device)
         self.backend.barrier()
+
+    def _number_anew(self) -> None:
+        """Let the next operation have epoch 1, on all ranks. No slot is in use."""
+        assert self._layout is not None
+        self._views[self.rank][self._layout.flags(0) :].zero_()
+        self._staged_flags.zero_()
+        self._epoch = 0
 
     def _words(self, peer: int, offset: int, count: int) -> torch.Tensor:
         return self._views[peer][offset : offset + 4 * count].view(torch.int32)

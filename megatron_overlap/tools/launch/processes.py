@@ -33,6 +33,7 @@ OnLine = Callable[[int, str], None]
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
+_MAX_LINE = 1 << 20  # bytes of a line to keep in memory: a progress bar may never end its line
 _SETTLE_S = 0.3
 _SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its rank
 
@@ -103,7 +104,8 @@ class _Rank:
             return True
         self._log.write(data)
         self._log.flush()
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, last = (self._partial + data).split(b"\n")
+        self._partial = last[-_MAX_LINE:]
         if not data and self._partial:
             lines, self._partial = [self._partial], b""
         for line in lines:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_overlap.tools.launch import processes
 from megatron_overlap.tools.launch.processes import RankCommand, RunError, run_ranks
 from tests.helpers.netlab import available
 from tests.tools.launch.watch import helpers_of, new_token, still_held, wait_for, with_token
@@ -68,6 +69,17 @@ def test_long_output_is_complete(tmp_path: Path, token: str) -> None:
     code = f"for i in range({count}): print(i)"
     run_ranks([command(0, code, token)], timeout_s=30, log_dir=tmp_path)
     assert (tmp_path / "rank0.log").read_text().split() == [str(i) for i in range(count)]
+
+
+def test_a_line_without_an_end_does_not_grow_in_memory(
+    tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_MAX_LINE", 100)
+    lines: list[str] = []
+    code = "import time; print(1000 * 'a', end='', flush=True); time.sleep(0.5); print('end')"
+    run_ranks([command(0, code, token)], timeout_s=30, log_dir=tmp_path, on_line=lambda _, line: lines.append(line))
+    assert lines == [100 * "a" + "end"]
+    assert (tmp_path / "rank0.log").read_text() == 1000 * "a" + "end\n"
 
 
 def test_a_failed_rank_ends_all_ranks_and_is_named(tmp_path: Path, token: str) -> None:
@@ -207,6 +219,7 @@ LAUNCHER = """
 import contextlib, os, signal, sys
 from pathlib import Path
 from megatron_overlap.tools.launch.netlab import Netlab
+from megatron_overlap.tools.launch import processes
 from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
 token, log_dir, in_lab, detach = sys.argv[1:]
 stopped = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup
+from megatron_overlap.comm.symmetric.transport import MAX_EPOCH
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, IntraNodeGather
 from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.helpers.fused import PoisonedBackend, fused_transport
@@ -272,6 +274,29 @@ def recomputed(group: dist.ProcessGroup, checkpoint: bool) -> list[float]:
     y.square().sum().backward()
     transport.close()
     return [float(t.double().sum()) for t in (y, x.grad, w1.grad, w2.grad) if t is not None]
+
+
+def numbered_anew(group: dist.ProcessGroup, stores: str) -> tuple[int, list[bool]]:
+    """Run layers from shortly before the largest epoch; return the last epoch and whether each result is right."""
+    transport = fused_transport(group)
+    method = FusedMethod(transport, FusedPlan(stores=stores))  # type: ignore[arg-type]
+    x, w = torch.arange(4.0 * transport.size * 8).view(-1, 8), torch.eye(8)
+    own = slice(4 * transport.rank, 4 * transport.rank + 4)
+    right = []
+    for number in range(8):
+        if number == 2:
+            transport._epoch = MAX_EPOCH - 3
+            for epoch in (0, 1):
+                words = transport._words(transport.rank, transport._layout.acknowledgements(epoch), transport.size)
+                transport.backend.barrier()
+                words.fill_(transport._epoch)
+            transport.backend.barrier()
+        gathered = all_gather_linear(x[own] + number, w, group=method)
+        scattered = linear_reduce_scatter(x + number, w, group=method)
+        right += [torch.equal(gathered, x + number), torch.equal(scattered, transport.size * (x[own] + number))]
+    right.append(int(transport._staged_flags.max()) <= transport._epoch)
+    transport.close()
+    return transport._epoch, right
 
 
 def num_gathers_kept(group: dist.ProcessGroup) -> int:
