@@ -115,10 +115,10 @@ class Report:
         return Group(*parts)
 
     def render(self, width: int = 120) -> str:
-        """The report as plain text, `width` characters wide."""
+        """The report as plain text. Tables have at most `width` characters; other lines are not wrapped."""
         console = Console(width=width, color_system=None, force_terminal=False)
         with console.capture() as capture:
-            console.print(self.table())
+            console.print(self.table(), soft_wrap=True)
         return capture.get().rstrip()
 
     def _headline(self) -> str:
@@ -129,7 +129,7 @@ class Report:
         return f"megatron_overlap is {state}: {self.reason}\n{features}{strict} ({versions})"
 
     def _patch_table(self) -> Table:
-        table = _table("feature", "replaced", "verdict", "reason", title="patches")
+        table = _table("feature", Column("replaced", no_wrap=True), "verdict", "reason", title="patches")
         for line in sorted(self.patches, key=lambda line: line.feature):
             verdict = line.verdict if line.applied or line.verdict == "refused" else f"{line.verdict}, not applied"
             reason = line.reason

@@ -95,7 +95,7 @@ def _draw_load(axes: Any, layout: Plan, index: int, ranks: int) -> None:
     axes.barh(range(ranks), [load.attention_fs / FS_PER_US for load in table[:ranks]], height=0.86, color=_ATTENTION)
     axes.barh(range(ranks), [load.message_fs / FS_PER_US for load in table[:ranks]], height=0.3, color=_MESSAGE)
     axes.axvline(mean, color=_INK, lw=0.8, ls=":")
-    _style_axes(axes, "modelled time, us: attention, messages (thin); dotted: mean", layout, ranks)
+    _style_axes(axes, "modelled us: attention, messages (thin); dotted: mean", layout, ranks)
 
 
 def _style_axes(axes: Any, title: str, layout: Plan, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""What the simulator expects of every config for GPUs: MFU on H100, by Megatron's order and as configured.
+"""What the simulator expects of every config for GPUs: MFU on H100, in stock order and as configured.
 
     python scripts/expected_mfu.py            # prints the MFU of every config
     python scripts/expected_mfu.py --write    # also writes the line `# Expected, modelled: ...` into the configs
@@ -48,7 +48,7 @@ def sentence(cfg: LaunchConfig) -> str:
     except ValueError as error:
         return f"nothing: {error}"
     span = " to ".join(f"{100 * value:.0f} %" for value in ours)
-    return f"MFU {span} on H100; by Megatron's order {' to '.join(f'{100 * value:.0f} %' for value in stock)}"
+    return f"MFU {span} on H100; in stock order {' to '.join(f'{100 * value:.0f} %' for value in stock)}"
 
 
 def expected(cfg: LaunchConfig) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_overlap.counters import Counters, SavedMemory, SavedSite, SymmetricMemory
-from megatron_overlap.session_report import Report
+from megatron_overlap.counters import AutotuneLine, Counters, SavedMemory, SavedSite, Site, SymmetricMemory, Tally
+from megatron_overlap.session_report import PatchLine, Report
+from megatron_overlap.tools.launch.command import progress_line
 
 MIB = 1024 * 1024
 QKV = SavedSite("column", "8->4", "ag_gemm")
@@ -59,3 +60,30 @@ def test_symmetric_memory_and_portable_kernels_are_reported_by_group() -> None:
 def test_without_fused_kernels_symmetric_memory_is_omitted() -> None:
     assert "symmetric" not in EMPTY.render()
     assert "none allocated" in replace(EMPTY, symmetric_memory=()).render()
+
+
+LONG_NAME = "InferenceLayerNormColumnParallelLinear.forward"
+FULL = replace(
+    EMPTY,
+    versions={"megatron_overlap": "0.2.0", "megatron-core": "0.19.2", "torch": "2.13.0", "transformer_engine": "2.20"},
+    features=dict.fromkeys(("tensor", "attention", "split", "data", "ulysses", "expert", "varlen"), "none"),
+    patches=(PatchLine(f"module:{LONG_NAME}", "dataset_helpers", "absent", "needs transformer_engine " * 2, False),),
+    sites={Site("column", "8->4", "ag_gemm", "forward"): Tally()},
+    saved=SavedMemory(((QKV, MIB),), MIB),
+    not_overlapped={"VocabParallelEmbedding": "no GEMM " * 20},
+    autotuning=(AutotuneLine("column 8->4", "ag_gemm", 8, "bf16", "training", "p2p", 1.0, 2.0, "measured"),),
+    numerics_check={"gemm_rs 8->4 dw": 0.5},
+    buffers=(("ranks 0, 1", {f"{name}_buffer": MIB for name in "abcdefghijkl"}),),
+    symmetric_memory=(SymmetricMemory(8, 2100, 2000, {"Hopper kernels: too narrow": 3}),),
+    transports={"ranks 0, 1": "NCCL: " + "the memory of peers is not mapped " * 5},
+)
+
+
+def test_launch_shows_every_line_of_the_report() -> None:
+    lines = FULL.render().splitlines()
+    assert [line for line in lines if progress_line(line) != line.rstrip()] == []
+    assert len([line for line in lines if not line.startswith(tuple("┏┃┡│├└"))]) == 12
+
+
+def test_no_name_of_a_replaced_function_is_cut() -> None:
+    assert LONG_NAME in FULL.render()

@@ -1,0 +1,1 @@
+"""Autotuning of linear layers by measurement, and the cost model that it shares with the simulator."""

@@ -192,7 +192,7 @@ def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
         with contextlib.suppress(ImportError):
             importlib.import_module(target.module)
         if manifest.requires not in sys.modules:
-            return Finding(manifest, Verdict.ABSENT, f"{target.module} runs without {manifest.requires.split('.')[0]}")
+            return Finding(manifest, Verdict.ABSENT, f"needs {manifest.requires.split('.')[0]}")
     if manifest.missing_from and (release := megatron_release(tree)) in manifest.missing_from:
         return Finding(manifest, Verdict.ABSENT, f"{release} has no {target.qualname}")
     site, place = _resolve(target)

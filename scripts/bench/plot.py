@@ -18,9 +18,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 # Colour and marker tell the variants apart in print too.
 VARIANTS = {
-    "serial_ms": ("order of Megatron", "#8c8c8c", "s"),
-    "serial_p2p_ms": ("point to point, not overlapped", "#bf9000", "^"),
-    "sliced_ms": ("asynchronous collective a slice", "#3d78b8", "D"),
+    "serial_ms": ("stock order", "#8c8c8c", "s"),
+    "serial_p2p_ms": ("the same messages, not overlapped", "#bf9000", "^"),
+    "sliced_ms": ("sliced: one asynchronous collective for each slice", "#3d78b8", "D"),
     "overlap_ms": ("overlapped", "#c0392b", "o"),
     "limit_ms": ("max(GEMM, communication)", "#2e7d32", "_"),
 }

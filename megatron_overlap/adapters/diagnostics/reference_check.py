@@ -112,9 +112,9 @@ class Check(Adapter):
         name = names[int(worst.argmax())]
         text = f"check at step {self.session.step}: the error of {name} is {share:.3g} times the allowed error"
         if self._config.on_mismatch == "error":
-            ranks = dist.get_process_group_ranks(group)
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
             raise CheckError(
-                f"overlap.check: {call}: {text} on ranks {ranks[0]}-{ranks[-1]}: do not trust this run; "
+                f"overlap.check: {call}: {text} on ranks {ranks}: do not trust this run; "
                 "set overlap.check.on_mismatch to fallback to go on without this operation"
             )
         self.fallbacks.setdefault(call, text)

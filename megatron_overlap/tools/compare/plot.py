@@ -99,7 +99,7 @@ def _speedups(axes: Any, result: Comparison) -> None:
     if result.attribution is not None:
         parts = result.attribution
         bars = [
-            ("faster\ncollective", parts.faster_collective, _color(2), []),
+            ("faster\nmessages", parts.faster_collective, _color(2), []),
             ("overlap", parts.overlap, _color(3), []),
             ("both", result.headline.speedup, _color(1), result.headline.speedup_rounds),
         ]

@@ -112,7 +112,7 @@ def attribution(result: Comparison) -> str | None:
     """The two factors of the speedup; None without the serial run."""
     if (parts := result.attribution) is None:
         return None
-    return f"Attribution: faster collective {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
+    return f"Attribution: faster messages {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
 
 
 def key_figures(result: Comparison) -> list[tuple[str, str, str]]:

@@ -47,9 +47,11 @@ _PATTERNS = {
 }
 _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoint|exiting program at", re.IGNORECASE)
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank
-# The plugin's report: two lines of text, then tables with titles.
-_REPORT = re.compile(
-    r"^(?:megatron_overlap is |tensor: |patches\s*$|calls on this rank\s*$|autotuning\s*$|[\u2500-\u257f])"
+# Lines of the plugin: its report (text, and tables with titles) and the results of check mode.
+_PLUGIN = re.compile(
+    r"^(?:megatron_overlap is |tensor: |(?:patches|calls on this rank|autotuning|inputs saved for weight gradients)\s*$"
+    r"|(?:communication buffers|messages|symmetric memory) of |  \d+ GEMMs ran |not overlapped: |numerics check: "
+    r"|overlap check: |[\u2500-\u257f])"
 )
 
 Config = Annotated[Path, Argument(help="Launch config: a YAML file, or the name of a shipped one.")]
@@ -232,7 +234,7 @@ def progress_line(line: str) -> str | None:
         shown = {name: f"{float(value):.6g}" if "E" in value.upper() else value for name, value in fields.items()}
         texts = [_FIELDS[name][1].format(value) for name, value in shown.items() if (name, value) != ("skipped", "0")]
         return f"iteration {number}/{last}: {', '.join(filter(None, texts))}"
-    if _EVENTS.search(line) or _REPORT.search(line):
+    if _EVENTS.search(line) or _PLUGIN.search(line):
         return line.rstrip()
     return None
 

@@ -58,7 +58,7 @@ def test_the_attribution_multiplies_to_the_speedup(forked_python: ForkedPython, 
     assert serial["active"]
     assert serial["overlapped_calls"] > 0
     assert serial["fallbacks"] == []
-    assert "Attribution: faster collective" in printed
+    assert "Attribution: faster messages" in printed
 
 
 def test_the_json_has_every_figure_of_both_runs(done: tuple[Path, str]) -> None:

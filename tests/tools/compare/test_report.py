@@ -90,9 +90,9 @@ def test_the_attribution_is_in_terminal_and_page(tmp_path: Path) -> None:
     result = comparison(serial=True)
     report.write(result, tmp_path, {})
     assert report.attribution(result) == (
-        "Attribution: faster collective 1.491x (1.485 to 1.496), overlap 1.331x (1.329 to 1.332)"
+        "Attribution: faster messages 1.491x (1.485 to 1.496), overlap 1.331x (1.329 to 1.332)"
     )
-    assert "faster collective" in (tmp_path / "compare.html").read_text()
+    assert "faster messages" in (tmp_path / "compare.html").read_text()
     assert report.attribution(comparison()) is None
 
 

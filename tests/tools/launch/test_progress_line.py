@@ -24,6 +24,7 @@ SKIPPED = OLD.replace("skipped iterations:   0", "skipped iterations:   2").repl
         (SKIPPED, "iteration 4/20: 391.3 ms, lm loss nan, grad norm 3.353, skipped 2"),
         ("megatron_overlap is active: all patches applied", "megatron_overlap is active: all patches applied"),
         ("┏━━━━━━┳━━━━┓", "┏━━━━━━┳━━━━┓"),
+        ("overlap check: step 4: 2 comparisons, worst x", "overlap check: step 4: 2 comparisons, worst x"),
         (
             "  successfully saved checkpoint from iteration      10 to /x ",
             "  successfully saved checkpoint from iteration      10 to /x",
