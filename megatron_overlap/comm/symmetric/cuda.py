@@ -87,7 +87,7 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     def run() -> None:
         try:
             results.append(attempt())
-        except (RuntimeError, ValueError, AttributeError, NotImplementedError, OSError) as error:
+        except Exception as error:
             results.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}")
 
     thread = threading.Thread(target=run, daemon=True)
@@ -330,6 +330,8 @@ class CudaBackend:
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
+        # In older releases of torch `symmetric.rendezvous` finds only the names of groups of `new_group`.
+        rendezvous = symmetric._SymmetricMemory.rendezvous if self._host_group.group is None else symmetric.rendezvous
         if (replaced := self._arenas.pop(name, None)) is not None:
             self._replaced.append(replaced)
         reason = ""
@@ -344,7 +346,7 @@ class CudaBackend:
         if reasons:
             raise TransportError(f"symmetric memory, {num_bytes} bytes: {'; '.join(reasons)}")
         with _without_multicast():
-            handle = symmetric.rendezvous(arena, self._name)
+            handle = rendezvous(arena, self._name)
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
