@@ -7,12 +7,14 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
+from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import ALIGNMENT
 from megatron_overlap.comm.symmetric.cuda import (
     WAIT_VALUE_32,
@@ -22,6 +24,7 @@ from megatron_overlap.comm.symmetric.cuda import (
     _with_deadline,
     local_unsupported_reason,
     open_backend,
+    triton_unsupported_reason,
 )
 from megatron_overlap.comm.symmetric.transport import MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
@@ -92,6 +95,22 @@ def test_a_rank_that_does_not_respond_is_named_within_the_deadline(world: World)
 def test_without_a_gpu_the_reason_is_no_cuda_device(world: World) -> None:
     assert local_unsupported_reason() == "no CUDA device"
     assert world.run(2, probe) == ["rank 0 of the group: no CUDA device"] * 2
+
+
+def test_triton_that_cannot_launch_kernels_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles a module in C at the first launch, in its cache."""
+
+    def fails() -> None:
+        raise RuntimeError("Failed to find C compiler.\nat line 1")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=fails))
+    monkeypatch.setattr("triton.runtime.driver", driver)
+    monkeypatch.setattr(cuda, "triton_unsupported_reason", triton_unsupported_reason.__wrapped__)
+    assert local_unsupported_reason() == "triton cannot launch kernels: RuntimeError: Failed to find C compiler."
+    driver.active.get_current_target = str
+    assert local_unsupported_reason() == ""
 
 
 def register_name(group: dist.ProcessGroup) -> tuple[str, list[int], tuple[int, int]]:

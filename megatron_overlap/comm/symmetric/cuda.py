@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from itertools import batched, groupby
 from typing import Any
 
@@ -43,10 +44,23 @@ def local_unsupported_reason() -> str:
         from torch.distributed import _symmetric_memory  # noqa: F401
     except ImportError:
         return f"torch {torch.__version__} has no SymmetricMemory"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    return triton_unsupported_reason()
+
+
+@lru_cache
+def triton_unsupported_reason() -> str:
+    """Return why this process cannot launch Triton's kernels on its device; empty if it can.
+
+    The first launch needs a C compiler, the headers of Python and a cache that Triton can write.
+    """
+    if find_spec("triton") is None:
         return "triton is not installed"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # compiles what every launch needs, or loads it from the cache
+    except Exception as error:
+        return f"triton cannot launch kernels: {type(error).__name__}: {cause_of(error)}"
     return ""
 
 
@@ -88,7 +102,7 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
         try:
             results.append(attempt())
         except Exception as error:
-            results.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}")
+            results.append(f"{type(error).__name__}: {cause_of(error)}")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
