@@ -145,7 +145,7 @@ def test_an_attempt_that_hangs_or_fails_returns_the_reason() -> None:
         "mapping the memory of peers did not finish within"
     )
     assert _with_deadline(fails, 5) == "RuntimeError: peer access is not supported"
-    assert _with_deadline(lambda: str({}["a group"]), 5) == "KeyError: 'a group'"
+    assert _with_deadline(lambda: dict[str, str]()["a group"], 5) == "KeyError: 'a group'"
     assert _with_deadline(lambda: "", 5) == ""
 
 

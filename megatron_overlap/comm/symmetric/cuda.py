@@ -345,7 +345,8 @@ class CudaBackend:
         from torch.distributed import _symmetric_memory as symmetric
 
         # In older releases of torch `symmetric.rendezvous` finds only the names of groups of `new_group`.
-        rendezvous = symmetric._SymmetricMemory.rendezvous if self._host_group.group is None else symmetric.rendezvous
+        by_name = self._host_group.group is None
+        rendezvous: Any = symmetric._SymmetricMemory.rendezvous if by_name else symmetric.rendezvous
         if (replaced := self._arenas.pop(name, None)) is not None:
             self._replaced.append(replaced)
         reason = ""
