@@ -53,7 +53,7 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     return group
 
 
-def cause_of(error: RuntimeError) -> str:
+def cause_of(error: Exception) -> str:
     """Return the first line of an error."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

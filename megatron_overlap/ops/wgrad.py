@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 
 from megatron_overlap.comm import BufferPool
+from megatron_overlap.comm.symmetric.cuda import triton_unsupported_reason
 from megatron_overlap.ops.call import WeightDone
-
-_HAS_TRITON = find_spec("triton") is not None
 
 _ADDS_IN_PLACE = "dtype_out" in torch.ops.aten.addmm.overloads()
 """Whether torch has a GEMM on CUDA that adds a bf16 or fp16 product to an fp32 total. It has since 2.8."""
@@ -298,7 +296,7 @@ def add_wide(total: torch.Tensor, term: torch.Tensor, buffer_pool: BufferPool) -
 
 def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor: int = 1) -> torch.Tensor:
     """`out = (terms.sum(0) + own) / divisor` in fp32. On CUDA one kernel adds in this order: a second costs a pass."""
-    if out.is_cuda and _HAS_TRITON:
+    if out.is_cuda and not triton_unsupported_reason():
         from megatron_overlap.kernels import gemm_rs
 
         gemm_rs.add_terms(terms, own, out, divisor)

@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from part_process import BAD_ROWS, ENDED, INTERRUPTED, device_text, is_bad, run_process, save  # noqa: E402
+from part_process import BAD_ROWS, ENDED, INTERRUPTED, device_text, is_bad, run_process, save, triton_cache  # noqa: E402
 
 BUDGET_S = 580.0
 SECONDS = {
@@ -70,7 +70,7 @@ def run_part(name: str, dry: bool, seconds: float) -> int:
 
 def measure(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     """Runs a part in a process of its own; its rows and how it ended."""
-    environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **triton_cache(), "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
     if dry:
         environment["TRITON_INTERPRET"] = "1"
     if name[-1].isdigit():

@@ -42,7 +42,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from one_node.methods import METHODS  # noqa: E402
 from one_node.parts import DRY, GATE, PASSES, SMS, TIMED, layers, run_part  # noqa: E402
-from part_process import ENDED, INTERRUPTED, SHARED_GPU_ENV, device_text, is_bad, run_process, save  # noqa: E402
+from part_process import ENDED, INTERRUPTED, SHARED_GPU_ENV, device_text, is_bad, run_process, save, triton_cache  # noqa: E402
 
 from megatron_overlap.comm.host_group import store_beside  # noqa: E402
 from megatron_overlap.tools.launch.processes import free_port, loopback_env  # noqa: E402
@@ -76,7 +76,7 @@ class Ranks:
         # Only rank 0 of torchrun's own job serves its store.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         environment = {**inherited, **loopback_env(), "MASTER_PORT": str(plan["port"])}
-        environment |= {"PYTHONUNBUFFERED": "1", "CUDA_MODULE_LOADING": "EAGER"}
+        environment |= {**triton_cache(), "PYTHONUNBUFFERED": "1", "CUDA_MODULE_LOADING": "EAGER"}
         command = [sys.executable, __file__, "--part", plan["part"], "--until", str(time.time() + plan["seconds"])]
         command += ["--methods", ",".join(plan["methods"]), "--skip", str(plan["skip"])]
         if options.break_method:

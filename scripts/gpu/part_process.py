@@ -20,6 +20,8 @@ ENDED, INTERRUPTED = "ended", "interrupted"
 BAD_ROWS = 3
 """Exit code of a process that has run to its end and has printed a bad row. An exception exits with 1."""
 POLL_S = 0.1
+KILL_S = 10.0
+"""From SIGKILL until a process is left behind."""
 SHARED_GPU_ENV = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """Of ranks that share one GPU, by NCCL 2.30.3 and later."""
 
@@ -60,7 +62,9 @@ def run_process(
             # The whole session: ranks that are processes, too.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            # A process whose driver hangs does not end: the other parts run without it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(KILL_S)
         out.seek(0)
         err.seek(0)
         rows = [row for line in out if (row := parsed(line)) is not None]
@@ -72,6 +76,14 @@ def run_process(
     if found["how"] != ENDED:
         found["stderr"] = error
     return found
+
+
+def triton_cache() -> dict[str, str]:
+    """A folder for the kernels that Triton compiles, where it cannot write to its own."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    if "TRITON_CACHE_DIR" in os.environ or os.access(home, os.W_OK):
+        return {}
+    return {"TRITON_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"triton-{os.getuid()}")}
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:

@@ -198,6 +198,21 @@ def test_a_rank_without_memory_is_named_on_all_ranks(monkeypatch: pytest.MonkeyP
     assert len(variable) == 1
 
 
+def test_ranks_of_one_of_several_hosts_meet_under_their_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In older releases of torch `rendezvous` first looks for it among torch's own groups, and fails."""
+    arenas_on_the_host(monkeypatch)
+    backend, names = StubBackend(monkeypatch), list[str]()
+
+    def rendezvous(arena: torch.Tensor, name: str) -> SimpleNamespace:
+        names.append(name)
+        return SimpleNamespace(get_buffer=lambda peer, shape, dtype: arena)
+
+    monkeypatch.setattr(_symmetric_memory._SymmetricMemory, "rendezvous", rendezvous, raising=False)
+    backend._host_group.group, backend._name = None, "megatron_overlap/1"
+    backend.map(64)
+    assert names == ["megatron_overlap/1"]
+
+
 @pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])
 def test_copies_have_the_deadline_of_the_session_or_group(
     monkeypatch: pytest.MonkeyPatch, limit_s: float | None, expected: float

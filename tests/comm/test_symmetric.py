@@ -7,12 +7,14 @@ import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, store_beside
+from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import ALIGNMENT
 from megatron_overlap.comm.symmetric.cuda import (
     WAIT_VALUE_32,
@@ -22,6 +24,7 @@ from megatron_overlap.comm.symmetric.cuda import (
     _with_deadline,
     local_unsupported_reason,
     open_backend,
+    triton_unsupported_reason,
 )
 from megatron_overlap.comm.symmetric.transport import MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
@@ -94,6 +97,22 @@ def test_without_a_gpu_the_reason_is_no_cuda_device(world: World) -> None:
     assert world.run(2, probe) == ["rank 0 of the group: no CUDA device"] * 2
 
 
+def test_triton_that_cannot_launch_kernels_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles a module in C at the first launch, in its cache."""
+
+    def fails() -> None:
+        raise RuntimeError("Failed to find C compiler.\nat line 1")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=fails))
+    monkeypatch.setattr("triton.runtime.driver", driver)
+    monkeypatch.setattr(cuda, "triton_unsupported_reason", triton_unsupported_reason.__wrapped__)
+    assert local_unsupported_reason() == "triton cannot launch kernels: RuntimeError: Failed to find C compiler."
+    driver.active.get_current_target = str
+    assert local_unsupported_reason() == ""
+
+
 def register_name(group: dist.ProcessGroup) -> tuple[str, list[int], tuple[int, int]]:
     rank = dist.get_rank(group)
     host_group = HostGroup(group, range(rank // 2 * 2, rank // 2 * 2 + 2))
@@ -126,6 +145,7 @@ def test_an_attempt_that_hangs_or_fails_returns_the_reason() -> None:
         "mapping the memory of peers did not finish within"
     )
     assert _with_deadline(fails, 5) == "RuntimeError: peer access is not supported"
+    assert _with_deadline(lambda: dict[str, str]()["a group"], 5) == "KeyError: 'a group'"
     assert _with_deadline(lambda: "", 5) == ""
 
 

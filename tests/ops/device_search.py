@@ -75,6 +75,7 @@ class Rank:
         patch.setattr(nccl, "dist", device.dist)
         patch.setattr(nccl, "store_beside", lambda group: group)
         patch.setattr(gemm_rs, "add_terms", self._add_terms)
+        patch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "")
         patch.setattr(flash_attention, "_cu_seqlens", lambda lengths, device: self.full(len(lengths) + 1))
         patch.setattr(ulysses, "sequence_forward", _attention_forward)
         patch.setattr(ulysses, "sequence_backward", _attention_backward)

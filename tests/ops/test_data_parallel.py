@@ -60,6 +60,7 @@ def test_a_wide_sum_on_a_device_is_one_kernel(monkeypatch: pytest.MonkeyPatch, m
         added.append((tuple(terms.shape), tuple(own.shape), out is own, divisor))
 
     monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", add_terms)
+    monkeypatch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "")
     reduction: Any = SimpleNamespace(_owner=SimpleNamespace(wide=True), _mean=mean)
     with FakeTensorMode():
         terms = torch.empty(7, 64, device="cuda", dtype=torch.bfloat16)
@@ -150,6 +151,7 @@ def test_one_hardware_queue_hides_buckets_behind_backward(
                 device.put("work", "sum", seconds=GPU.move_s(terms.nbytes + 2 * own.nbytes), uses_sms=True)
 
             monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", add_terms)
+            monkeypatch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "")
             for module in (nccl, data_parallel):
                 monkeypatch.setattr(module, "torch", on_device)
             reduce = GradientReduce(data, gather=sums if whole else None, wide=True)

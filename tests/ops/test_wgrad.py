@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_overlap.ops.wgrad import DeferredWgrad, Spans, WeightGradient, WgradTarget
+from megatron_overlap.ops.wgrad import DeferredWgrad, Spans, WeightGradient, WgradTarget, add_terms
 from tests.helpers.late import PoisonedPool
 
 ROWS, FEATURES, IN_FEATURES = 12, 300, 16
@@ -20,6 +20,21 @@ def _operands(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Te
     shapes = (FEATURES, IN_FEATURES), (ROWS, FEATURES), (ROWS, IN_FEATURES)
     weight, dy, x = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     return weight, dy, x
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor of the host that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_torch_adds_terms_where_triton_launches_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU machine without a C compiler, or with a home directory that nothing can be written to."""
+    monkeypatch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "no C compiler")
+    terms, own = torch.full((3, 2, 4), 2.0), torch.ones(2, 4)
+    out = torch.zeros(2, 4).as_subclass(_OnDevice)
+    assert add_terms(terms, own, out, 7) is out
+    assert out.eq(1).all()
 
 
 def _target(main_grad: torch.Tensor | None = None, weight_done: Any = None) -> WgradTarget:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,6 +122,32 @@ def test_what_ends_a_part_leaves_what_was_measured(
     assert parsed('{"a": 1') is None
     assert parsed("3") is None
     assert parsed('{"a": 1}') == {"a": 1}
+
+
+def test_a_process_that_no_signal_ends_is_left_behind(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver of a GPU that hangs keeps it. What it has printed, and the parts behind it, are not lost."""
+    part_process = importlib.import_module("part_process")
+    killed: list[int] = []
+    monkeypatch.setattr(part_process, "KILL_S", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda group, number: killed.append(group))
+        found = part_process.run_process(["sh", "-c", "echo '{}'; sleep 20"], os.environ, 1.0)
+    os.killpg(killed[0], signal.SIGKILL)
+    assert found["how"].startswith("killed after 1 s")
+    assert found["rows"] == [{}]
+    assert found["seconds"] < 15
+
+
+@pytest.mark.parametrize("home", ["/proc/no home", ""])
+def test_kernels_are_cached_where_triton_can_write(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str
+) -> None:
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home or str(tmp_path))
+    monkeypatch.setattr(script, "run_process", lambda _, environment, limit_s: dict(environment))
+    found = script.measure("gemm", False, 1.0).get("TRITON_CACHE_DIR")
+    assert found is None if not home else Path(found).parent.is_dir()
 
 
 def test_gemm_runs_all_shapes_before_it_compiles_the_next_tile_shape(

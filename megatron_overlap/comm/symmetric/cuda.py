@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from itertools import batched, groupby
 from typing import Any
 
@@ -43,10 +44,23 @@ def local_unsupported_reason() -> str:
         from torch.distributed import _symmetric_memory  # noqa: F401
     except ImportError:
         return f"torch {torch.__version__} has no SymmetricMemory"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    return triton_unsupported_reason()
+
+
+@lru_cache
+def triton_unsupported_reason() -> str:
+    """Return why this process cannot launch Triton's kernels on its device; empty if it can.
+
+    The first launch needs a C compiler, the headers of Python and a cache that Triton can write.
+    """
+    if find_spec("triton") is None:
         return "triton is not installed"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # compiles what every launch needs, or loads it from the cache
+    except Exception as error:
+        return f"triton cannot launch kernels: {type(error).__name__}: {cause_of(error)}"
     return ""
 
 
@@ -87,8 +101,8 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     def run() -> None:
         try:
             results.append(attempt())
-        except (RuntimeError, ValueError, AttributeError, NotImplementedError, OSError) as error:
-            results.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}")
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {cause_of(error)}")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -330,6 +344,9 @@ class CudaBackend:
     def map(self, num_bytes: int, name: str = "") -> list[torch.Tensor]:
         from torch.distributed import _symmetric_memory as symmetric
 
+        # In older releases of torch `symmetric.rendezvous` finds only the names of groups of `new_group`.
+        by_name = self._host_group.group is None
+        rendezvous: Any = symmetric._SymmetricMemory.rendezvous if by_name else symmetric.rendezvous
         if (replaced := self._arenas.pop(name, None)) is not None:
             self._replaced.append(replaced)
         reason = ""
@@ -344,7 +361,7 @@ class CudaBackend:
         if reasons:
             raise TransportError(f"symmetric memory, {num_bytes} bytes: {'; '.join(reasons)}")
         with _without_multicast():
-            handle = symmetric.rendezvous(arena, self._name)
+            handle = rendezvous(arena, self._name)
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 

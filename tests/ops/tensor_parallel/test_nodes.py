@@ -62,6 +62,7 @@ def test_messages_between_nodes_precede_the_gemms_that_hide_them(monkeypatch: py
     """
     device = Recorder(0, 8)
     monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", lambda *tensors: device.put("work", "sum"))
+    monkeypatch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "")
     with FakeTensorMode():
         between = TRANSPORTS["nccl"](monkeypatch, device)
         inside: Any = TRANSPORTS["copies"](monkeypatch, Recorder(0, 4))
