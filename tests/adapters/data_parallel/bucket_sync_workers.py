@@ -52,6 +52,7 @@ class Run:
         evaluate: iterations after which all parameters are looked at.
         foreign_adam: an optimizer of a class that the plugin does not know.
         offloaded: the optimizer says that its state is on the host.
+        qk_clip: weights are scaled after each step, as by Megatron's `clip_qk`.
     """
 
     precision: str = "fp32"
@@ -67,6 +68,7 @@ class Run:
     evaluate: tuple[int, ...] = ()
     foreign_adam: bool = False
     offloaded: bool = False
+    qk_clip: bool = False
     iterations: int = 4
 
 
@@ -127,7 +129,7 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
     both = {"use_distributed_optimizer": run.sharded}
     flags = {"overlap_grad_reduce": True, "overlap_param_gather": run.sharded, "bucket_size": 400, **both}
     ddp = DistributedDataParallelConfig(**{**flags, "grad_reduce_in_fp32": True, **dict(run.ddp)})
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, qk_clip=run.qk_clip)
     model = DistributedDataParallel(config, ddp, _model(dtype, run.reordered and dist.get_rank() % 2 == 1))
     settings: dict[str, Any] = {
         "optimizer": "adam",
@@ -200,6 +202,9 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
                     losses.append(_backward(model, optimizer, group.rank(), iteration, part, iteration in run.overflow))
             model.finish_grad_sync()
             done, norm, _ = optimizer.step()
+            if run.qk_clip:
+                for layer in model.module.layers:
+                    layer.weight.data.mul_(0.5)
             norms.append(norm)
             assert done == (iteration not in run.overflow)
             under_way.append([one.param_gather_handle is not None for one in model.bucket_groups])
