@@ -38,6 +38,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         if (
             not isinstance(self, DistributedOptimizer)
             or self.is_stub_optimizer
+            or self.data_parallel_group.size() == 1  # nothing to gather
             or not self.ddp_config.overlap_param_gather  # the next forward gathers nothing
             or self.ddp_config.use_megatron_fsdp
             or any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers)
