@@ -123,8 +123,8 @@ def layer_of(frame: FrameType | None) -> str:
     def matches(each: torch.nn.Module) -> bool:
         if weight is None:
             return each is module
-        own = each._parameters.get("weight")
-        return own is not None and own.data_ptr() == weight.data_ptr()
+        # Grouped experts of TransformerEngine have `weight0`, `weight1`, ...
+        return any(own is not None and own.data_ptr() == weight.data_ptr() for own in each._parameters.values())
 
     roots = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
     names = [name for root in roots for name, each in root.named_modules() if matches(each)]

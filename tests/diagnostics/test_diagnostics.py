@@ -139,11 +139,21 @@ def test_heartbeats_describe_the_state_of_a_peer(world: World) -> None:
     assert heard["failed"] == "it failed earlier: the wait failed"
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_failed_wait_names_layer_step_and_state_of_the_peer(world: World, tmp_path: Path, backward: bool) -> None:
-    (text, content, second), _ = world.run(2, workers.failed_wait, str(tmp_path), backward)
-    op, step = ("all_gather_linear", 6 if backward else 5)
-    assert text.startswith(f"{op}{' wgrad' if backward else ''}: rank 0 could not "), text
+@pytest.mark.parametrize(
+    ("op", "backward"),
+    [
+        ("all_gather_linear", False),
+        ("all_gather_linear wgrad", True),
+        ("expert_parallel", False),
+        ("expert_parallel dgrad", True),
+    ],
+)
+def test_a_failed_wait_names_layer_step_and_state_of_the_peer(
+    world: World, tmp_path: Path, op: str, backward: bool
+) -> None:
+    experts, step = op.startswith("expert"), 6 if backward else 5
+    (text, content, second), _ = world.run(2, workers.failed_wait, str(tmp_path), backward, experts)
+    assert text.startswith(f"{op}: rank 0 could not "), text
     assert "chunk 0 of rank" in text
     assert "rank 1 within 1 s: " in text
     assert f"layer layers.1, step {step}; rank 1: it is alive, at step {step}, in no op of the plugin" in text
@@ -153,7 +163,8 @@ def test_a_failed_wait_names_layer_step_and_state_of_the_peer(world: World, tmp_
     operations = content["operations"]
     assert operations[-1]["step"] == step  # type: ignore[index]
     assert operations[-1]["ended"] is None  # type: ignore[index]
-    assert any("ops/tensor_parallel/linear.py" in line for line in content["stack"])  # type: ignore[attr-defined]
+    file = "expert_parallel/layer.py" if experts else "tensor_parallel/linear.py"
+    assert any(f"ops/{file}" in line for line in content["stack"])  # type: ignore[attr-defined]
     assert f"after an earlier failure, see {tmp_path}" in second or second == text
 
 

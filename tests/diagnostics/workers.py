@@ -18,7 +18,8 @@ from megatron_overlap.comm.transport import OrderedTransport, Transfer
 from megatron_overlap.diagnostics.consistency import compare
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
-from megatron_overlap.ops import all_gather_linear
+from megatron_overlap.ops import MLPExperts, all_gather_linear, expert_parallel
+from megatron_overlap.ops.call import Projection
 from megatron_overlap.schedules import all_gather_plan
 
 
@@ -71,13 +72,32 @@ class Layer(torch.nn.Module):
         return all_gather_linear(x, self.weight, group=self.transport)  # type: ignore[arg-type]
 
 
-def failed_wait(group: dist.ProcessGroup, folder: str, backward: bool) -> tuple[str, dict[str, object], str]:
+class Experts(torch.nn.Module):
+    """Two ranks with one expert each, on the op; the weights have the names of TransformerEngine's grouped experts."""
+
+    def __init__(self, transport: GlooTransport) -> None:
+        super().__init__()
+        self.weight0 = torch.nn.Parameter(torch.ones(8, 8))
+        self.transport = transport
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (Projection(self.weight0, None, None),)
+        experts = MLPExperts(layers, layers, lambda hidden, probs: hidden * probs[:, None])
+        rows = [1 + (rank != self.transport.rank) for rank in range(2)]  # to each rank, and from it
+        counts = [[count] for count in rows]
+        return expert_parallel(x, torch.ones(3), counts, counts, experts, group=self.transport)
+
+
+def failed_wait(
+    group: dist.ProcessGroup, folder: str, backward: bool, experts: bool
+) -> tuple[str, dict[str, object], str]:
     """Rank 1 skips an operation of rank 0: return the error, the content of the file and the error of a second wait."""
     run = SimpleNamespace(step=5, folder=Path(folder))
     flight_recorder = FlightRecorder(dist.get_rank(group), run, {"version of x": "1"})
     transport = GlooTransport(group, TransportOptions(timeout_s=1.0, flight_recorder=flight_recorder))
     flight_recorder.heartbeat = Heartbeat(store_beside(group), dist.get_rank(group), 1.0, flight_recorder.doing)
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), Layer(transport)])})
+    kind: type[Experts | Layer] = Experts if experts else Layer
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), kind(transport)])})
     x = torch.ones(3, 8, requires_grad=True)
     texts, content = ["", ""], {}
     if backward or transport.rank == 0:

@@ -38,6 +38,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         if (
             not isinstance(self, DistributedOptimizer)
             or self.is_stub_optimizer
+            or self.data_parallel_group.size() == 1  # nothing to gather
             or not self.ddp_config.overlap_param_gather  # the next forward gathers nothing
             or self.ddp_config.use_megatron_fsdp
             or any(adapter.selects_stock(buffer.grad_data) for buffer in self.buffers)
@@ -90,6 +91,7 @@ def _unsupported_step_reason(optimizer: Any) -> str | None:
     reasons = {
         "the pipeline schedule starts the all-gathers (align_param_gather)": config.align_param_gather,
         "Megatron's step starts the all-gathers": settings.overlap_param_gather_with_optimizer_step,
+        "Megatron clips weights after the step (qk_clip)": getattr(optimizer.model_chunks[0].config, "qk_clip", False),
         "copies from the host may be in flight after the step (optimizer_cpu_offload)": settings.optimizer_cpu_offload,
         "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": (
             config.fp8_param_gather

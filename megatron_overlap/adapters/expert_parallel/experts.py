@@ -9,6 +9,7 @@ from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as moe_experts
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
@@ -40,6 +41,8 @@ _FEATURES = {
     "cpu_offloading": "activations are offloaded to the CPU",
     "fine_grained_activation_offloading": "activations are offloaded to the CPU",
 }
+# What the replaced methods of a layer compute together, and the method that calls them.
+_STEPS = "forward", "shared_experts_compute", "dispatch", "routed_experts_compute", "combine", "postprocess"
 _LINEARS = (
     (ColumnParallelLinear, RowParallelLinear),
     (getattr(te_extension, "TEColumnParallelLinear", None), getattr(te_extension, "TERowParallelLinear", None)),
@@ -48,7 +51,10 @@ _LINEARS = (
 
 def unsupported_layer_reason(layer: Any) -> str | None:
     """The reason in a `MoELayer` for all of its calls; None if it has none."""
-    config, dispatcher = layer.config, layer.token_dispatcher
+    config, dispatcher, kind = layer.config, layer.token_dispatcher, type(layer)
+    for name in _STEPS:
+        if getattr(kind, name) is not getattr(MoELayer, name) or name in vars(layer):
+            return f"{kind.__name__} overrides {name}"
     if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
         return f"token dispatcher {config.moe_token_dispatcher_type}: use --moe-token-dispatcher-type alltoall"
     if dispatcher.ep_size > MAX_RANKS:

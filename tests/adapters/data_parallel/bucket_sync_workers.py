@@ -24,7 +24,10 @@ SIZES = (96, 640, 33, 500, 128, 257)
 
 
 def start(group: dist.ProcessGroup) -> str:
-    """Adapts Megatron to the CPU and makes one data-parallel group of all ranks; returns Megatron's release."""
+    """Adapts Megatron to the CPU and makes its groups: all ranks are replicas, and each has its own experts.
+
+    Returns Megatron's release.
+    """
     if "megatron.core" not in sys.modules:
         from megatron_overlap.adapters import cpu
 
@@ -32,7 +35,7 @@ def start(group: dist.ProcessGroup) -> str:
     from megatron.core import package_info, parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=group.size())
     return str(package_info.__version__)
 
 
@@ -52,6 +55,8 @@ class Run:
         evaluate: iterations after which all parameters are looked at.
         foreign_adam: an optimizer of a class that the plugin does not know.
         offloaded: the optimizer says that its state is on the host.
+        experts: the last layer is an expert.
+        qk_clip: weights are scaled after each step, as by Megatron's `clip_qk`.
     """
 
     precision: str = "fp32"
@@ -67,6 +72,8 @@ class Run:
     evaluate: tuple[int, ...] = ()
     foreign_adam: bool = False
     offloaded: bool = False
+    experts: bool = False
+    qk_clip: bool = False
     iterations: int = 4
 
 
@@ -127,8 +134,12 @@ def _wrapped(run: Run) -> tuple[Any, Any]:
     both = {"use_distributed_optimizer": run.sharded}
     flags = {"overlap_grad_reduce": True, "overlap_param_gather": run.sharded, "bucket_size": 400, **both}
     ddp = DistributedDataParallelConfig(**{**flags, "grad_reduce_in_fp32": True, **dict(run.ddp)})
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    model = DistributedDataParallel(config, ddp, _model(dtype, run.reordered and dist.get_rank() % 2 == 1))
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, qk_clip=run.qk_clip)
+    module = _model(dtype, run.reordered and dist.get_rank() % 2 == 1)
+    if run.experts:
+        for parameter in [*module.parameters()][-2:]:
+            parameter.allreduce = False
+    model = DistributedDataParallel(config, ddp, module)
     settings: dict[str, Any] = {
         "optimizer": "adam",
         "lr": 0.125,
@@ -200,6 +211,9 @@ def _train(group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
                     losses.append(_backward(model, optimizer, group.rank(), iteration, part, iteration in run.overflow))
             model.finish_grad_sync()
             done, norm, _ = optimizer.step()
+            if run.qk_clip:
+                for layer in model.module.layers:
+                    layer.weight.data.mul_(0.5)
             norms.append(norm)
             assert done == (iteration not in run.overflow)
             under_way.append([one.param_gather_handle is not None for one in model.bucket_groups])

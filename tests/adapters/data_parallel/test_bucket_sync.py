@@ -124,6 +124,21 @@ def test_an_unsupported_optimizer_steps_as_a_whole(ranks: World) -> None:
     assert "optimizer_cpu_offload" in left[1]
 
 
+def test_experts_of_one_replica_step_as_a_whole(ranks: World) -> None:
+    """Their bucket has no gather; the dense layers have three buckets."""
+    stock = Run(experts=True)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert counts[0]["overlapped"] == {"reduce_scatter": 4 * 3, "all_gather": 4 * 3, STEPS: 4 * 3}
+
+
+def test_weights_that_are_clipped_after_the_step(ranks: World) -> None:
+    """A gather that the step starts would send weights from before their clipping."""
+    stock = Run(qk_clip=True)
+    counts = ranks.run(RANKS, cases.compared, replace(stock, data=P2P, late=True), stock)
+    assert counts[0]["overlapped"] == {"reduce_scatter": 16, "all_gather": 16}
+    assert "qk_clip" in counts[0]["left"]["step of the distributed optimizer"]
+
+
 @pytest.mark.parametrize("how", ["stock", "plugin"])
 def test_bf16_gradients_summed_in_fp32(ranks: World, how: str) -> None:
     bf16_buffers = (("grad_reduce_in_fp32", False),)

@@ -120,6 +120,7 @@ def test_equals_the_stock_layer_of_transformer_engine(te_moe_ranks: World, name:
             "--moe-shared-expert-overlap: Megatron overlaps",
         ),
         (MoECase(config={"add_bias_linear": True}), "the experts have biases: add --disable-bias-linear"),
+        (MoECase(overrides=True), "OwnExperts overrides routed_experts_compute"),
         (
             MoECase(topk=1, config={"moe_router_pre_softmax": True, "moe_apply_probs_on_input": True}),
             "--moe-apply-probs-on-input: probabilities scale",

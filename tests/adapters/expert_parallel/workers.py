@@ -29,6 +29,7 @@ class MoECase:
         spec: `local`, `te` (sequential experts of TransformerEngine linears) or `grouped`.
         main_grad: gradients are added to `main_grad`.
         copies: messages are copies through symmetric memory.
+        overrides: a subclass of Megatron's layer computes the experts.
         config: further fields of Megatron's configuration.
     """
 
@@ -43,6 +44,7 @@ class MoECase:
     main_grad: bool = False
     deterministic: bool = False
     copies: bool = False
+    overrides: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -119,6 +121,15 @@ def make_layer(case: MoECase) -> Any:
     else:
         layer = MoELayer(config, mlp.submodules)
     layer.set_layer_number(1)
+    if case.overrides:
+
+        class OwnExperts(MoELayer):
+            def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+                x, rows, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+                y, bias = self.experts(x, rows, probs)
+                return self.token_dispatcher.combine_preprocess(y), bias
+
+        layer.__class__ = OwnExperts
     if case.main_grad:
         for module in layer.experts.modules():
             if hasattr(module, "gradient_accumulation_fusion"):
