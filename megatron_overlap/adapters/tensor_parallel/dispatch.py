@@ -258,7 +258,6 @@ class LinearAdapter(Adapter):
             self._unread = None
 
     def step_ended(self) -> None:
-        self.deferred_wgrad = DeferredWgrad()  # an exception may have left gradients of its backward pass
         self._fused_transports.free_replaced()
 
     def close(self) -> None:
@@ -267,10 +266,7 @@ class LinearAdapter(Adapter):
             transports.clear()
         self._fused_transports.close()
 
-    def drop(self) -> None:
-        """Does the same, and drops the weight gradients of an interrupted backward pass."""
-        self.deferred_wgrad = DeferredWgrad()
-        self.close()
+    drop = close
 
 
 class P2PBackend:
