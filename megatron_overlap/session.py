@@ -140,7 +140,10 @@ class Session(AbstractContextManager["Session"]):
         return plan
 
     def next_step(self, number: int | None = None) -> None:
-        """Begins the next training step, or step `number`."""
+        """Begins the next training step, or step `number`.
+
+        From the first call on, parameter gathers that the optimizer step starts may run until the next forward.
+        """
         for adapter in self._adapters.values():
             adapter.step_ended()
         if "transports" in self.__dict__:

@@ -10,6 +10,8 @@ import torch
 
 type Method = Callable[..., Any]
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 tracing = torch.compiler.is_dynamo_compiling
 """Whether `torch.compile` traces the caller. The cheapest of torch's equivalent queries."""
 
@@ -32,6 +34,12 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
     return types.FunctionType(
         function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
     )
+
+
+def is_recomputed_by_torch() -> bool:
+    """Whether `torch.utils.checkpoint` runs the caller, and compares what its two passes save (not `use_reentrant`)."""
+    hooks = _saved_tensors_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def is_hooked(module: torch.nn.Module) -> bool:

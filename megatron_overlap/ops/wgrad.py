@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -190,7 +191,8 @@ class DeferredWgrad:
 
     def __init__(self, num_terms: int = 1) -> None:
         self._num_terms = num_terms
-        self._jobs: dict[torch.Tensor, _Job] = {}
+        # Held by the callbacks of their backward pass: those of a pass that an exception ended are dropped with it.
+        self._jobs: WeakValueDictionary[torch.Tensor, _Job] = WeakValueDictionary()
 
     @property
     def num_pending(self) -> int:
@@ -208,8 +210,9 @@ class DeferredWgrad:
 
     def take(self) -> list[Piece]:
         """Removes all postponed gradients; returns the calls that compute them, in this order."""
-        jobs, self._jobs = self._jobs, {}
-        return [piece for job in jobs.values() for piece in job.pieces()]
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        return [piece for job in jobs for piece in job.pieces()]
 
     def run(self, count: int | None = None) -> None:
         """Computes the gradients of the first `count` weights, or of all, and gives them to autograd."""

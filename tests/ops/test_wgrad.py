@@ -146,6 +146,22 @@ def test_a_deferred_gradient_reaches_its_parameter(take: bool) -> None:
     torch.testing.assert_close(weight.grad, 2 * dy.t() @ x)
 
 
+def test_a_backward_pass_that_an_exception_ended_leaves_no_gradient() -> None:
+    weight, dy, x = _operands(torch.float32)
+    weight.requires_grad_()
+    layer = _Layer(weight, DeferredWgrad())
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("a bad batch")
+
+    below = x.clone().requires_grad_() * 1
+    below.register_hook(fail)
+    with pytest.raises(ValueError, match="a bad batch"):
+        _Deferring.apply(below, layer).backward(10 * dy)
+    _Deferring.apply(x.clone().requires_grad_(), layer).backward(dy)
+    torch.testing.assert_close(weight.grad, dy.t() @ x)
+
+
 def test_two_terms_of_one_weight_are_one_gradient() -> None:
     weight, dy, x = _operands(torch.float32)
     weight.requires_grad_()

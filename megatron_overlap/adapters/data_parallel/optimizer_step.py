@@ -56,6 +56,7 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
             counters.overlapped("data", "optimizer", "whole step, then all gathers", "forward")
             for bucket_group in groups:
                 _begin_gather(bucket_group)
+            finish(groups)
             return done
         done, inner_groups = True, self.optimizer.param_groups
         whole = {name: getattr(self, name) for name in _LISTS}
@@ -80,7 +81,14 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
             self.config.barrier_with_L1_time = barrier
             _set_step_counts(inner_groups, after)
             _install(self, whole)
+        finish(groups)
         return done
+
+    def finish(groups: list[Any]) -> None:
+        if session.step == 0:
+            # The loop is not Megatron's: it may copy the parameters, or free their memory, before the next forward.
+            for bucket_group in groups:
+                bucket_group.param_gather_handle.wait()
 
     return step
 

@@ -259,7 +259,6 @@ class LinearAdapter(Adapter):
 
     def step_ended(self) -> None:
         # An exception may have left the state of its backward pass.
-        self.deferred_wgrad = DeferredWgrad()
         self.split, self.autotuner.paused = self._configured_split, False
         self._fused_transports.free_replaced()
 
@@ -270,7 +269,7 @@ class LinearAdapter(Adapter):
         self._fused_transports.close()
 
     def drop(self) -> None:
-        """Does the same, drops the state of an interrupted backward pass, and what was measured on the groups."""
+        """Does the same, and drops what was measured on the groups."""
         self.step_ended()
         self.autotuner.drop()
         self.close()

@@ -15,13 +15,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import Method, is_hooked
+from megatron_overlap.adapters.wrapping import Method, is_hooked, is_recomputed_by_torch
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
 CAPTURED = "a CUDA graph is being captured"
 GENERATION = "generation: the KV cache is that of the whole batch; its linear layers are overlapped one by one"
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
+RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
 _READS_SCORES = "--qk-clip or --log-max-attention-logit reads the scores"
@@ -308,7 +309,11 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
         return f"unknown arguments: {', '.join(unknown)}"
     if overridden := _overridden_step(layer):
         return f"{type(layer).__name__} overrides {overridden}"
+    if is_recomputed_by_torch():
+        return RECOMPUTED_BY_TORCH
     attention, mlp = layer.self_attention, layer.mlp
+    if any("forward" in vars(module) for module in (layer, attention, mlp)):
+        return "the forward of the layer, its attention or its MLP is replaced"
     if type(mlp) not in _MLPS or not isinstance(attention, SelfAttention):
         return "the MLP is not an MLP or the attention is not a SelfAttention of Megatron"
     if not isinstance(layer.cross_attention, IdentityOp):

@@ -291,6 +291,29 @@ def order_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     return [sorted({layer_of[id(parameter)] for parameter in one.params}) for one in _in_forward_order(inner)]
 
 
+def are_gathered(group: dist.ProcessGroup, *, counts_steps: bool, foreign_adam: bool) -> bool:
+    """Whether all parameters are complete after the optimizer step, in a loop that is not Megatron's."""
+    start(group)
+    from megatron.core import parallel_state
+
+    config = OverlapConfig.model_validate({"tensor": {"method": "none"}, "data": {"method": "p2p"}})
+    with enable(config) as session:
+        data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for channel in ("data", "data sums"):
+            session.transports.insert(data_group, LateTransport(data_group), channel)
+        model, optimizer = _wrapped(Run(foreign_adam=foreign_adam))
+        model.disable_forward_pre_hook(param_sync=False)
+        if counts_steps:
+            session.next_step()
+        model.zero_grad_buffer()
+        _backward(model, optimizer, group.rank(), 0, 0, False)
+        model.finish_grad_sync()
+        optimizer.step()
+        complete = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        model.start_param_sync(force_sync=True)
+    return complete
+
+
 def error_of(group: dist.ProcessGroup, run: Run) -> str:
     """The error that ends a training with the plugin."""
     call: Callable[..., Any] = train

@@ -53,6 +53,16 @@ def test_equal_to_stock(ranks: World, precision: str, sharded: bool, late: bool)
     assert done == {"reduce_scatter": 4 * 4, "all_gather": 4 * 4, STEPS: 4 * 4}
 
 
+@pytest.mark.parametrize("foreign_adam", [False, True], ids=["by bucket", "whole"])
+@pytest.mark.parametrize("counts_steps", [False, True])
+def test_gathers_outlast_the_step_only_in_a_loop_that_counts_steps(
+    ranks: World, counts_steps: bool, foreign_adam: bool
+) -> None:
+    """Other loops may copy the parameters or free their memory after the step."""
+    complete = ranks.run(RANKS, cases.are_gathered, counts_steps=counts_steps, foreign_adam=foreign_adam)
+    assert complete == [not counts_steps] * RANKS
+
+
 @pytest.mark.parametrize("data", [P2P, (("method", "none"),)], ids=["p2p", "collectives"])
 def test_ranks_with_another_order_of_gradients(ranks: World, data: tuple[tuple[str, object], ...]) -> None:
     """Overlap may change the order on some ranks: the reductions of all buckets start in one order all the same."""

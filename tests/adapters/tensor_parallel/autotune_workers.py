@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners, LinearAutotuner
@@ -127,6 +128,20 @@ def accumulates(group: dist.ProcessGroup) -> dict[str, str]:
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     with enable(config(None), strict=True) as session:
         step(layer, *make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank()))
+        return dict(session.report().not_overlapped)
+
+
+def recomputed_by_torch(group: dist.ProcessGroup) -> dict[str, str]:
+    """`torch.utils.checkpoint` compares what both passes of a layer save: what the report excludes."""
+    start(group)
+    x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
+    layer = make_layer("column", torch.float32)
+    with few_trials(), enable(config(None), strict=True) as session:
+        for recompute in (False, True):
+            for _ in range(FEW_CALLS):
+                leaf = x.clone().requires_grad_()
+                y = checkpoint(layer, leaf, use_reentrant=False) if recompute else layer(leaf)
+                y[0].backward(dy)
         return dict(session.report().not_overlapped)
 
 

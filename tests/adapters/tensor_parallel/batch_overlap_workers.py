@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.comm import PART_CHANNELS
@@ -403,6 +405,33 @@ def _another_mlp(block: Any) -> None:
         layer.mlp.__class__ = type("Other", (type(layer.mlp),), {})
 
 
+def _checkpointed(kind: str, *, reentrant: bool) -> Callable[[Any], None]:
+    """`torch.utils.checkpoint` recomputes each layer, or its MLP: by a `forward` of the module."""
+
+    def prepare(block: Any) -> None:
+        for layer in block.layers:
+            module = layer.mlp if kind == "mlp" else layer
+            module.forward = partial(_recomputed, module.forward, reentrant)
+
+    return prepare
+
+
+def _recomputed(forward: Any, reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+    args = args or (kwargs.pop("hidden_states"),)
+    return torch.utils.checkpoint.checkpoint(partial(forward, **kwargs), *args, use_reentrant=reentrant)
+
+
+def _checkpoint_within(block: Any) -> None:
+    """`torch.utils.checkpoint` recomputes each layer: by a class that calls the forward of Megatron's."""
+    kind = type(block.layers[0])
+
+    def forward(self: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(partial(kind.forward, self), use_reentrant=False, **kwargs)
+
+    for layer in block.layers:
+        layer.__class__ = type("Checkpointed", (kind,), {"forward": forward})
+
+
 def _another_layer(block: Any) -> None:
     """The layer is a subclass of Megatron's that scales the output of its MLP."""
     kind = type(block.layers[0])
@@ -439,6 +468,9 @@ def _setting(name: str, value: Any) -> Any:
 PREPARE = {
     "another MLP": _another_mlp,
     "another layer": _another_layer,
+    "checkpointed layer": _checkpointed("layer", reentrant=True),
+    "checkpointed MLP": _checkpointed("mlp", reentrant=False),
+    "checkpoint within": _checkpoint_within,
     "cross-attention": _cross_attention,
     "fp8": _fp8,
     "offloading": _setting("cpu_offloading", True),

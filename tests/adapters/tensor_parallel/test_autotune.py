@@ -43,6 +43,11 @@ def test_local_layers_with_gradient_accumulation_fusion_are_not_measured_on_a_cp
         assert "adds to main_grad on CUDA only" in excluded["autotuning"]
 
 
+def test_both_passes_of_torch_checkpoint_run_the_same_candidate(ranks: World) -> None:
+    for excluded in ranks.run(RANKS, workers.recomputed_by_torch):
+        assert "torch.utils.checkpoint recomputes the layer" in excluded["autotuning"]
+
+
 def test_a_user_without_a_home_folder_has_no_cache(ranks: World) -> None:
     assert ranks.run(RANKS, workers.folder_without_home) == [None] * RANKS
 
