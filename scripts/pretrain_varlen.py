@@ -125,12 +125,13 @@ def _argument_problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]
     required: tuple[tuple[str, Any, str], ...] = (
         ("--pipeline-model-parallel-size", 1, "pipeline stages do not pass the plan on: use 1"),
         ("--micro-batch-size", 1, "a micro-batch is one row of whole documents, --seq-length tokens at most: use 1"),
+        ("--eval-micro-batch-size", 1, "a micro-batch is one row of whole documents, also in evaluations: use 1"),
         ("--calculate-per-token-loss", True, "ranks hold different numbers of tokens: add it"),
         ("--attention-dropout", 0.0, "use 0"),
     )
     for flag, value, reason in required:
-        found = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if found != value:
+        found = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if found not in (None, value):
             yield flag, found, reason
     if args.position_embedding_type not in ("rope", "learned_absolute"):
         yield "--position-embedding-type", args.position_embedding_type, "use rope or learned_absolute"
@@ -144,7 +145,7 @@ def _argument_problems(args: Any, method: str) -> Iterator[tuple[str, Any, str]]
         yield "--mock-data", True, "it reads documents: use --data-path"
     if len(args.data_path or ()) != 1:
         yield "--data-path", args.data_path, "give the prefix of one .bin/.idx pair"
-    for name, off in (("softmax_type", "vanilla"), ("experimental_attention_variant", None), ("qk_clip", False)):
+    for name, off in (("softmax_type", "vanilla"), ("experimental_attention_variant", None)):
         found = getattr(args, name, off)
         if found != off:
             yield f"--{name.replace('_', '-')}", found, "balanced attention does not support it; leave it out"
