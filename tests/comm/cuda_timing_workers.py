@@ -27,8 +27,8 @@ class DelayTransport(GlooTransport):
         super().__init__(*args, **kwargs)
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:
-        self._op += 1
-        p2p_work = DelayP2PWork(self, transfers, op, self._op << 13)
+        self._num_ops += 1
+        p2p_work = DelayP2PWork(self, transfers, op, self._num_ops)
         for peer in {transfer.message.source for transfer in transfers}:
             self._receivers[peer].put(p2p_work)
         with self.changed:
