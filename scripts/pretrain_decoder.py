@@ -45,6 +45,11 @@ _LAYER_OPTIONS = (
     "use_kitchen_attention",
     "kitchen_attention_backend",
 )
+# Arguments that change the data or the model, and that only Megatron-LM's scripts read.
+_UNSUPPORTED = (
+    *("spec", "experimental_attention_variant", "heterogeneous_layers_config_path", "hybrid_context_parallel"),
+    *("sft", "fim_data", "dataloader_inter_document_masking", "logits_load_dir"),
+)
 _TE_LAYER_OPTIONS = ("use_te_activation_func", "mla_down_proj_fusion", "use_grouped_gemm_for_dense_mlp")
 
 
@@ -95,13 +100,14 @@ def build_model(
     """The model, or this pipeline stage's part of it.
 
     Raises:
-        ValueError: `--spec` is given, which the provided scripts do not support.
+        ValueError: a flag is given that the provided scripts do not support, such as `--spec`.
     """
     args = get_args()
-    if args.spec is not None:
+    documents = training.varlen_adapter(args)
+    if given := [f"--{name.replace('_', '-')}" for name in _UNSUPPORTED if getattr(args, name, None)]:
         raise ValueError(
-            "the provided scripts build models without --spec: "
-            "run Megatron-LM's pretrain_gpt.py for these (python -m megatron_overlap pretrain_gpt.py ...)"
+            f"the provided scripts do not support {', '.join(given)}: "
+            "run Megatron-LM's pretrain_gpt.py with the plugin (python -m megatron_overlap pretrain_gpt.py ...)"
         )
     config = core_transformer_config_from_args(args) if config is None else config
     use_te = args.transformer_impl == "transformer_engine"
@@ -110,7 +116,6 @@ def build_model(
         groups["mtp_block_spec"] = get_gpt_mtp_block_spec(
             config, layer, use_transformer_engine=use_te, vp_stage=vp_stage
         )
-    documents = training.varlen_adapter(args)
     if documents is not None:
         training.set_core_attention(layer, documents)
     model = GPTModel(

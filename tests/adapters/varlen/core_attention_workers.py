@@ -68,6 +68,25 @@ def argument_errors(
     return messages
 
 
+def script_errors(group: dist.ProcessGroup, given: Sequence[dict[str, object]]) -> list[str]:
+    """The error of the provided scripts for each of some arguments without `overlap.varlen`."""
+    start()
+    from megatron.training import global_vars
+
+    from scripts.pretrain_decoder import build_model
+
+    messages = []
+    for arguments in given:
+        global_vars._GLOBAL_ARGS = argparse.Namespace(**{"dataloader_type": None, "spec": None, **arguments})
+        try:
+            build_model()
+        except ValueError as error:
+            messages.append(str(error))
+        finally:
+            global_vars._GLOBAL_ARGS = None
+    return messages
+
+
 def core_attention_errors(group: dist.ProcessGroup) -> list[str]:
     """Error messages of layers and calls that the core attention does not support."""
     start()

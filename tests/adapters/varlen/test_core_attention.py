@@ -179,6 +179,13 @@ def test_unsupported_arguments_are_named(worker: World) -> None:
     )
 
 
+def test_the_provided_scripts_refuse_what_only_those_of_megatron_read(worker: World) -> None:
+    given: list[dict[str, object]] = [{"spec": ["a", "b"]}, {"sft": True, "fim_data": True}]
+    spec, data = worker.run(1, workers.script_errors, given)[0]
+    assert spec.startswith("the provided scripts do not support --spec: run Megatron-LM's pretrain_gpt.py")
+    assert data.startswith("the provided scripts do not support --sft, --fim-data: ")
+
+
 def test_unsupported_layers_are_named(worker: World) -> None:
     texts = worker.run(1, workers.core_attention_errors)[0]
     assert [text.split(": ")[2] for text in texts[:3]] == [
