@@ -12,6 +12,9 @@ type Method = Callable[..., Any]
 
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+_WITHOUT_CHANGES = "megatron.", "megatron_overlap.", "transformer_engine."
+"""Modules whose forward pre-hooks leave the input as it is."""
+
 tracing = torch.compiler.is_dynamo_compiling
 """Whether `torch.compile` traces the caller. The cheapest of torch's equivalent queries."""
 
@@ -45,6 +48,14 @@ def is_recomputed_by_torch() -> bool:
 def is_hooked(module: torch.nn.Module) -> bool:
     """Whether a hook reads the output of `module`, or the gradient of its input or output."""
     return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_pre_hooked(module: torch.nn.Module) -> bool:
+    """Whether a forward pre-hook may change the input of `module`. Those of Megatron wait for parameters."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_CHANGES)
+        for hook in module._forward_pre_hooks.values()
+    )
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:

@@ -214,8 +214,11 @@ class LinearAutotuner(GroupAutotuners):
         return STOCK if known is None else known.search.selected.candidate
 
     @property
-    def measures_forward_only(self) -> bool:
-        """Whether a linear layer has been measured in a pass without gradients: only then is its block compared."""
+    def compares_blocks(self) -> bool:
+        """Whether a block of layers may run in batch overlap now: without gradients only after a linear layer has been
+        measured in such a pass."""
+        if not self.enabled or _grad_enabled():
+            return self.enabled
         kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())
         return any(not kind.call.backward for kind in kinds)
 

@@ -103,7 +103,7 @@ def block_forward(original: Method, session: Session) -> Method:
         if runs_measured and kwargs.get("inference_context") is not None:
             session.counters.exclude("batch overlap", GENERATION)
             runs_measured = False
-        if runs_measured and (torch.is_grad_enabled() or adapter.autotuner.measures_forward_only):
+        if runs_measured and adapter.autotuner.compares_blocks:
             return measured(self, *args, **kwargs)
         recomputes = skips_outputs and communicates and self.config.recompute_granularity == "full"
         return (recorded if recomputes and not tracing() else original)(self, *args, **kwargs)
@@ -245,7 +245,7 @@ def model_forward(original: Method, session: Session) -> Method:
         # Layers do not run in two parts, or this stage has no embedding whose output is rows of each rank.
         if (
             tracing()
-            or (adapter.split == "none" and not adapter.autotuner.enabled)
+            or (adapter.split == "none" and not adapter.autotuner.compares_blocks)
             or adapter.check.due
             or not (self.pre_process and config.sequence_parallel and config.tensor_model_parallel_size > 1)
         ):

@@ -15,7 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import Method, is_hooked, is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import Method, is_hooked, is_pre_hooked, is_recomputed_by_torch
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
@@ -188,9 +188,9 @@ def unsupported_attention_reason(layer: Any) -> str | None:
         return "query split needs --sequence-parallel"
     if "forward" in vars(core) or "forward" in vars(projection):
         return "the forward of the core attention or of the output projection is replaced"
-    if core._forward_hooks:
-        return "a forward hook reads the output of the core attention"
-    if is_hooked(projection):
+    if is_hooked(core):
+        return "a hook reads the output of the core attention, or a gradient"
+    if is_hooked(projection) or is_pre_hooked(projection):
         return "a hook reads the input or the output of the output projection"
     if layer.checkpoint_core_attention and layer.training:
         return "query split does not support recomputation of core attention (--recompute-granularity selective)"
@@ -249,7 +249,7 @@ def _unsupported_sequence_reason(layer: Any, arguments: dict[str, Any]) -> str |
         return "a sequence of one row per rank does not split into two parts"
     if type(core) not in _CORES:
         return f"core attention is {type(core).__name__}, which a split sequence does not support"
-    if "forward" in vars(core) or core._forward_hooks or core._forward_pre_hooks_with_kwargs:
+    if "forward" in vars(core) or is_hooked(core) or is_pre_hooked(core):
         return "a hook reads the input or the output of the core attention"
     if attention.attn_mask_type is not AttnMaskType.causal:
         return f"the attention mask is {attention.attn_mask_type.name}, not causal"
@@ -270,8 +270,10 @@ def reads_only_sum(layer: Any) -> bool:
     """Whether a transformer layer adds the output of its MLP to the residual, and reads it nowhere else."""
     standard = _overridden_step(layer) is None
     standard &= type(layer.mlp) in _MLPS and layer.mlp_bda is get_bias_dropout_add
+    if not standard or any(map(is_hooked, (layer, layer.mlp, layer.mlp.linear_fc2))):
+        return False
     fused = getattr(layer.config, "fused_residual_rmsnorm", False)
-    return standard and not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
+    return not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
 def _rotary_angles(arguments: dict[str, Any]) -> Sequence[torch.Tensor | None]:
@@ -321,8 +323,10 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
     for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         if is_te_linear(linear) and (reason := unsupported_te_reason(linear)):
             return reason
-        if linear is not None and is_hooked(linear):
+        if linear is not None and (is_hooked(linear) or is_pre_hooked(linear)):
             return "a hook reads the input or the output of a linear layer"
+    if any(is_hooked(module) or is_pre_hooked(module) for module in (attention, mlp)):
+        return "a hook reads the input or the output of the attention or the MLP"
     for row in (attention.linear_proj, mlp.linear_fc2):
         if not is_te_linear(row) and not isinstance(row, RowParallelLinear):
             return f"a row-parallel layer is a {type(row).__name__}, which batch overlap does not know"

@@ -31,7 +31,7 @@ from megatron_overlap.adapters.ulysses.core_attention import (
     te_kernel,
     unsupported_te_core_reason,
 )
-from megatron_overlap.adapters.wrapping import Method, is_hooked, run_pre_hooks, untraced
+from megatron_overlap.adapters.wrapping import Method, is_hooked, is_pre_hooked, run_pre_hooks, untraced
 from megatron_overlap.ops import ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.session import Session
@@ -119,10 +119,8 @@ def _forward(
         or (isinstance(freqs, tuple) and (len(freqs) != 2 or freqs[0] is not freqs[1]))
         or hidden_states.dtype != layer.linear_qkv.weight.dtype
         or torch.is_autocast_enabled(hidden_states.device.type)
-        or any(is_hooked(module) or module._forward_pre_hooks_with_kwargs for module in modules)
+        or any(is_hooked(module) or is_pre_hooked(module) for module in (*modules, layer.core_attention))
         or any(hasattr(module.weight, "__fsdp_param__") for module in modules)
-        or layer.core_attention._forward_hooks
-        or layer.core_attention._forward_pre_hooks
         or any(is_te_linear(module) and unsupported_te_reason(module) for module in modules)
     ):
         return cls.forward(layer, hidden_states, *args, **kwargs)

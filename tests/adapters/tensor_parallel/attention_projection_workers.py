@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap import OverlapConfig, enable
-from tests.adapters.tensor_parallel.linear_workers import start
+from tests.adapters.tensor_parallel.linear_workers import hook_of_megatron, start
 
 TENSOR = {"method": "p2p", "chunks_per_rank": 2, "attention": "query_split"}
 BATCH, HIDDEN, HEADS, LAYER = 2, 64, 8, 2
@@ -155,6 +155,10 @@ def falls_back(group: dist.ProcessGroup, what: str, strict: bool) -> tuple[list[
             layer.config.context_parallel_size = 2
         if what == "hook":
             layer.core_attention.register_forward_hook(lambda module, inputs, output: output * 2)
+        if what == "gradient hook":
+            layer.core_attention.register_full_backward_hook(lambda module, dx, dy: (2 * dx[0], *dx[1:]))
+        if what == "pre-hook":
+            layer.linear_proj.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
         if what == "backward hook":
             layer.linear_proj.register_full_backward_hook(lambda *_: None)
         torch.manual_seed(5)
@@ -236,7 +240,7 @@ def operation_in_between(group: dist.ProcessGroup) -> str:
     start(group)
     x, dy = make_data(group)
     layer = make_attention(torch.float32)
-    layer.linear_proj.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    layer.linear_proj.register_forward_pre_hook(hook_of_megatron(lambda module, inputs: (inputs[0] * 2,)))
     with enable(OverlapConfig(tensor=TENSOR)):
         try:
             step(layer, x, dy)

@@ -17,7 +17,7 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
 from megatron_overlap.session import Session
-from tests.adapters.tensor_parallel.linear_workers import start
+from tests.adapters.tensor_parallel.linear_workers import hook_of_megatron, start
 from tests.helpers.collectives import LateCollectives, device_copies
 from tests.ops.tensor_parallel.batch_overlap_workers import Logged
 from tests.ops.tensor_parallel.part_messages_workers import Logged as LoggedTransport
@@ -244,7 +244,7 @@ def sharded_order(group: dist.ProcessGroup, **settings: Any) -> tuple[list[str],
                 operands[0].register_hook(lambda _: log.append("attention"))
 
         for layer in block.layers:
-            layer.self_attention.core_attention.register_forward_pre_hook(log_backward)
+            layer.self_attention.core_attention.register_forward_pre_hook(hook_of_megatron(log_backward))
         x = torch.randn(2, 2, HIDDEN, requires_grad=True)
         rows = 2 * group.size()
         mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
@@ -326,14 +326,14 @@ def _gathered_late(mlp: Any) -> None:
         def wait(layer: Any, _: Any, weight: torch.Tensor = weight) -> None:
             layer.weight.data.copy_(weight)
 
-        layer.register_forward_pre_hook(wait)
+        layer.register_forward_pre_hook(hook_of_megatron(wait))
 
 
 def _late(block: Any) -> None:
     for layer in block.layers:
         _gathered_late(layer.mlp)
         # Megatron registers such a hook on every module. It gets no keyword arguments.
-        layer.register_forward_pre_hook(lambda _, __: None)
+        layer.register_forward_pre_hook(hook_of_megatron(lambda _, __: None))
 
 
 def _hook(block: Any) -> None:
@@ -354,6 +354,19 @@ def _backward_hook(block: Any) -> None:
 def _linear_hook(block: Any) -> None:
     """A hook reads the gradients of a linear layer, as `--save-dgrads-interval` does."""
     block.layers[0].mlp.linear_fc1.register_full_backward_hook(lambda *_: None)
+
+
+def _scaled(name: str, *, before: bool = False) -> Any:
+    """A hook of the user changes the output, or the input, of a module of the second layer."""
+
+    def prepare(block: Any) -> None:
+        module = block.layers[1].get_submodule(name)
+        if before:
+            module.register_forward_pre_hook(lambda _, given: (given[0] * 0.5, *given[1:]))
+        else:
+            module.register_forward_hook(lambda _, __, output: (output[0] * 0.5, *output[1:]))
+
+    return prepare
 
 
 def _pre_hook(block: Any) -> None:
@@ -483,6 +496,10 @@ PREPARE = {
     "hook": _hook,
     "pre-hook": _pre_hook,
     "hook of a linear layer": _linear_hook,
+    "pre-hook of a linear layer": _scaled("mlp.linear_fc1", before=True),
+    "hook of the MLP": _scaled("mlp"),
+    "pre-hook of the MLP": _scaled("mlp", before=True),
+    "hook of the attention": _scaled("self_attention"),
     "backward hook": _backward_hook,
     "first unsupported": _first_unsupported,
     "second unsupported": _second_unsupported,

@@ -6,6 +6,7 @@ Megatron is imported inside the functions: in a worker, after the CPU adapter, a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,12 @@ def make_layer(kind: str, dtype: torch.dtype, *, bias: bool = True, skip_bias_ad
         with torch.no_grad():
             layer.bias.copy_(torch.randn(layer.bias.shape, generator=generator))
     return layer
+
+
+def hook_of_megatron[Hook: Callable[..., Any]](hook: Hook) -> Hook:
+    """`hook` as one of Megatron, whose forward pre-hooks leave the input as it is."""
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    return hook
 
 
 def make_data(kind: str, dtype: torch.dtype, sequence: int, ranks: int, rank: int, parallel: bool = True) -> Any:

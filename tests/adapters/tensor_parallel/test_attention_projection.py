@@ -30,7 +30,9 @@ REASONS = {
     "plain": "query split needs --sequence-parallel",
     "padding": "the attention mask is padding, not causal",
     "mask": "an attention mask is given: add --no-create-attention-mask-in-dataloader if it is only causal",
-    "hook": "a forward hook reads the output of the core attention",
+    "hook": "a hook reads the output of the core attention, or a gradient",
+    "gradient hook": "a hook reads the output of the core attention, or a gradient",
+    "pre-hook": "a hook reads the input or the output of the output projection",
     "backward hook": "a hook reads the input or the output of the output projection",
 }
 

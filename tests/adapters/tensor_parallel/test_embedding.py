@@ -34,6 +34,8 @@ def test_the_first_layer_sums_the_embedding(ranks: World, given: dict[str, Any],
 
 def test_an_evaluated_model_too(ranks: World) -> None:
     assert ranks.run(RANKS, cases.against_stock, tensor=BATCH, training=False) == [(1, 0)] * RANKS
+    # No linear layer has been measured in a pass without gradients.
+    assert ranks.run(RANKS, cases.against_stock, tensor={"method": "auto"}, training=False) == [(0, 0)] * RANKS
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.ops.reference import own_rows
 from megatron_overlap.schedules import SequenceLayout
-from tests.adapters.tensor_parallel.linear_workers import TENSOR
+from tests.adapters.tensor_parallel.linear_workers import TENSOR, hook_of_megatron
 from tests.adapters.tensor_parallel.transformer_engine_models import (
     POSITIONS,
     VOCABULARY,
@@ -148,7 +148,7 @@ def compare_with_textbook(
         hooked: list[str] = []
         for name in ("linear_qkv", "linear_proj"):
             module = getattr(layer, name)
-            module.register_forward_pre_hook(lambda *_, name=name: hooked.append(name))
+            module.register_forward_pre_hook(hook_of_megatron(lambda *_, name=name: hooked.append(name)))
             if main_grad:
                 module.gradient_accumulation_fusion = True
                 module.weight.main_grad = torch.ones(module.weight.shape)
