@@ -357,14 +357,15 @@ def _linear_hook(block: Any) -> None:
 
 
 def _scaled(name: str, *, before: bool = False) -> Any:
-    """A hook of the user changes the output, or the input, of a module of the second layer."""
+    """A hook of the user changes the output, or the input, of a module of each layer."""
 
     def prepare(block: Any) -> None:
-        module = block.layers[1].get_submodule(name)
-        if before:
-            module.register_forward_pre_hook(lambda _, given: (given[0] * 0.5, *given[1:]))
-        else:
-            module.register_forward_hook(lambda _, __, output: (output[0] * 0.5, *output[1:]))
+        for layer in block.layers:
+            module = layer.get_submodule(name)
+            if before:
+                module.register_forward_pre_hook(lambda _, given: (given[0] * 0.5, *given[1:]))
+            else:
+                module.register_forward_hook(lambda _, __, output: (output[0] * 0.5, *output[1:]))
 
     return prepare
 

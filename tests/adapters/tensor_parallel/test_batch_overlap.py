@@ -130,7 +130,9 @@ def test_recomputed_layers_equal_stock(
 
 @pytest.mark.parametrize("split", ["none", "batch"])
 @pytest.mark.parametrize(
-    "given", [{"recompute_output": "compute"}, {"prepare": "own residual"}], ids=["configured", "another-residual"]
+    "given",
+    [{"recompute_output": "compute"}, {"prepare": "own residual"}, {"prepare": "hook of the MLP"}],
+    ids=["configured", "another-residual", "hook"],
 )
 def test_recomputed_outputs_that_may_be_read_are_computed(ranks: World, split: str, given: dict[str, Any]) -> None:
     given = {"sequence_parallel": True, "split": split, **FULL, "recompute_num_layers": 1, **given}

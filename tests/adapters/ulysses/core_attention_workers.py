@@ -112,12 +112,13 @@ def compare_with_textbook(
     fuse: bool = True,
     main_grad: bool = False,
     recompute: bool = False,
-    hook: bool = False,
+    hook: str = "",
     replaced: str = "",
     **changes: Any,
 ) -> list[str]:
     """Compares output, input gradient and summed weight gradients; returns the operations that ran.
 
+    `hook`: a module with a backward hook.
     `replaced`: a module whose forward is replaced after the layer was built, on the instance or by another class.
     """
     start(group)
@@ -131,7 +132,7 @@ def compare_with_textbook(
             changes |= {"recompute_granularity": "selective"}
         layer = make_layer(**changes).train()
         if hook:
-            layer.linear_qkv.register_full_backward_hook(lambda *_: None)
+            getattr(layer, hook).register_full_backward_hook(lambda *_: None)
         called: list[str] = []
         if replaced:
             module, how = getattr(layer, replaced.split()[0]), replaced.split()[1]
