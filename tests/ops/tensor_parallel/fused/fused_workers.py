@@ -285,16 +285,16 @@ def numbered_anew(group: dist.ProcessGroup, stores: str) -> tuple[int, list[bool
     right = []
     for number in range(8):
         if number == 2:
-            transport._epoch = MAX_EPOCH - 3
+            transport._epoch = MAX_EPOCH - 2
             for epoch in (0, 1):
                 words = transport._words(transport.rank, transport._layout.acknowledgements(epoch), transport.size)
                 transport.backend.barrier()
                 words.fill_(transport._epoch)
             transport.backend.barrier()
         gathered = all_gather_linear(x[own] + number, w, group=method)
+        right.append(int(transport._staged_flags.max()) <= transport._epoch)  # the scatter waits for larger ones
         scattered = linear_reduce_scatter(x + number, w, group=method)
         right += [torch.equal(gathered, x + number), torch.equal(scattered, transport.size * (x[own] + number))]
-    right.append(int(transport._staged_flags.max()) <= transport._epoch)
     transport.close()
     return transport._epoch, right
 

@@ -89,7 +89,7 @@ def test_memory_is_twice_the_largest_gathered_activation_and_zero_before_the_fir
 
 @pytest.mark.parametrize("stores", ["remote", "staged"])
 def test_epochs_begin_again_before_they_exceed_a_flag(interpreting: World, stores: str) -> None:
-    assert interpreting.run(2, fused_workers.numbered_anew, stores) == [(9, [True] * 17)] * 2
+    assert interpreting.run(2, fused_workers.numbered_anew, stores) == [(10, [True] * 24)] * 2
 
 
 def test_kernels_set_no_flags_at_peers_without_atomics(interpreting: World) -> None:
