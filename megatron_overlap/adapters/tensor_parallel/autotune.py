@@ -215,8 +215,10 @@ class LinearAutotuner(GroupAutotuners):
 
     @property
     def compares_blocks(self) -> bool:
-        """Whether a block of layers may run in batch overlap now: without gradients only after a linear layer has been
-        measured in such a pass."""
+        """Whether a block of layers may run in batch overlap in this pass.
+
+        Without gradients only after a linear layer has been measured in such a pass.
+        """
         if not self.enabled or _grad_enabled():
             return self.enabled
         kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())

@@ -33,8 +33,8 @@ OnLine = Callable[[int, str], None]
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
-_MAX_LINE = 1 << 20  # bytes of a line to keep in memory: a progress bar may never end its line
 _SETTLE_S = 0.3
+_MAX_LINE = 1 << 20  # bytes of a line to keep in memory: a progress bar may never end its line
 _SUPERVISOR_S = 5.0  # deadline of a supervisor that ends the descendants of its rank
 
 
