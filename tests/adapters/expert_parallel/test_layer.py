@@ -179,5 +179,11 @@ def test_pre_hooks_of_the_experts_run(moe_ranks: World) -> None:
         assert set(counts) == {1}
 
 
+def test_calls_that_torch_recomputes_run_by_one_method(moe_ranks: World) -> None:
+    for worst, overlapped in moe_ranks.run(RANKS, workers.checkpointed_by_torch):
+        assert worst < 1e-5
+        assert overlapped == 4 * 2 * 2, "forward and recomputation"
+
+
 def test_methods_are_restored(moe_ranks: World) -> None:
     assert moe_ranks.run(RANKS, workers.disabled) == [[True] * 6] * RANKS

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.comm.host_group import HostGroup
@@ -289,6 +290,29 @@ def pre_hooks(group: dist.ProcessGroup) -> list[int]:
     with _session(case):
         step(layer, case)
     return [calls.count(name) for name, _ in layer.experts.named_modules()]
+
+
+def checkpointed_by_torch(group: dist.ProcessGroup) -> tuple[float, int]:
+    """The largest difference from stock of steps of two calls in `torch.utils.checkpoint`; overlapped forwards."""
+    case = MoECase()
+    start(group, case)
+
+    def run() -> list[torch.Tensor]:
+        layer, results = make_layer(case), []
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(seed)
+            leaves = [torch.randn(ROWS, 2, HIDDEN, generator=generator, requires_grad=True) for _ in range(2)]
+            outputs = [checkpoint(layer, leaf, use_reentrant=False)[0] for leaf in leaves]
+            (outputs[0] - outputs[1]).square().sum().backward()
+            results += [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return results
+
+    stock = run()
+    with _session(case, expert={"method": "auto"}) as session:
+        mine = run()
+        sites = session.report().sites
+    worst = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True))
+    return worst, sum(tally.overlapped for site, tally in sites.items() if site.direction == "forward")
 
 
 def disabled(group: dist.ProcessGroup) -> list[bool]:
