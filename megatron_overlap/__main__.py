@@ -51,8 +51,8 @@ def _leave(code: int) -> NoReturn:
 
     A failed rank runs no exit handlers: they and communication threads may wait for peers that wait for this rank.
     Its sockets close with the process, which ends the peers. Its child processes, such as Megatron's checkpoint
-    writers, are killed here: without an exit handler they would live on. The
-    process ends in this way also where its log cannot be written, as on a full disk.
+    writers, are killed here: without an exit handler they would live on. The process ends in this way also where its
+    log cannot be written, as on a full disk.
 
     A rank that succeeded joins its threads and runs the exit handlers, as the interpreter does. Without CUDA the
     interpreter is not finalized: Megatron's gloo groups are never destroyed, and a thread of gloo that releases a

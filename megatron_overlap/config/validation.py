@@ -79,9 +79,8 @@ def _layout_rules(cfg: LaunchFields) -> Iterator[Rule]:
             yield f"model.{name}", f"must be a multiple of parallel.tensor {tensor}"
     if model.num_query_groups % tensor and tensor % model.num_query_groups:
         yield "model.num_query_groups", f"must be a multiple or a divisor of parallel.tensor {tensor}"
-    if model.num_layers % parallel.pipeline and not {flag for _, flag in flags_in(cfg.megatron_args)} & {
-        *UNEVEN_STAGES
-    }:
+    uneven = any(flag in UNEVEN_STAGES for _, flag in flags_in(cfg.megatron_args))
+    if model.num_layers % parallel.pipeline and not uneven:
         remedy = f"must be a multiple of parallel.pipeline {parallel.pipeline}, or set {UNEVEN_STAGES[0]}"
         yield "model.num_layers", remedy
     if context > 1 and seq_length % (2 * context):

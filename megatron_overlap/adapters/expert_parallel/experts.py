@@ -41,7 +41,7 @@ _FEATURES = {
     "cpu_offloading": "activations are offloaded to the CPU",
     "fine_grained_activation_offloading": "activations are offloaded to the CPU",
 }
-# What the replaced methods of a layer compute together, and the method that calls them.
+# The methods of a layer that the plugin replaces, and `forward`, which calls them.
 _STEPS = "forward", "shared_experts_compute", "dispatch", "routed_experts_compute", "combine", "postprocess"
 _LINEARS = (
     (ColumnParallelLinear, RowParallelLinear),

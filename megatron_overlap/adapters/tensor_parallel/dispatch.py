@@ -269,7 +269,7 @@ class LinearAdapter(Adapter):
         self._fused_transports.close()
 
     def drop(self) -> None:
-        """Does the same, and drops what was measured on the groups."""
+        """Frees the symmetric memory, and forgets the autotuners of the groups."""
         self.step_ended()
         self.autotuner.drop()
         self.close()
