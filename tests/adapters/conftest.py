@@ -9,22 +9,35 @@ import pytest
 from tests.adapters.tensor_parallel import linear_workers
 from tests.helpers.world import World
 
-RANKS = 4
+RANKS = 2
+"""Of most tests: four ranks on two cores take three times as long. `tests/ops` has the operations on up to four."""
+
+
+def _started(size: int, *, te: bool = False) -> Iterator[World]:
+    workers = World(size, answer_s=120, adapted=True, te=te)
+    workers.run(size, linear_workers.start)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120, adapted=True)
-    workers.run(RANKS, linear_workers.start)
-    yield workers
-    workers.close()
+    yield from _started(RANKS)
+
+
+@pytest.fixture(scope="package")
+def four_ranks() -> Iterator[World]:
+    """As `ranks`, for what two ranks cannot show: several peers, rings, nodes, groups of two kinds."""
+    yield from _started(4)
 
 
 @pytest.fixture(scope="package")
 def te_ranks() -> Iterator[World]:
     """Workers with TransformerEngine; the tests that use them carry `needs_te`."""
-    workers = World(answer_s=120, te=True)
-    workers.run(RANKS, linear_workers.start)
-    yield workers
-    workers.close()
+    yield from _started(RANKS, te=True)
+
+
+@pytest.fixture(scope="package")
+def four_te_ranks() -> Iterator[World]:
+    yield from _started(4, te=True)

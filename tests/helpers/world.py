@@ -113,12 +113,12 @@ class World:
         size: int = max(SIZES),
         *,
         answer_s: float = 30,
-        sizes: Sequence[int] = SIZES,
+        sizes: Sequence[int] | None = None,
         interpreted: bool = False,
         adapted: bool = False,
         te: bool = False,
     ) -> None:
-        self._answer_s, self._sizes = answer_s, tuple(sizes)
+        self._answer_s, self._sizes = answer_s, tuple(sizes or range(1, size + 1))
         self._kind = "te" if te else "adapted" if adapted else "interpreted" if interpreted else "rank"
         self._open(size)
 

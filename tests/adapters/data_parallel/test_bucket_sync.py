@@ -16,13 +16,13 @@ from megatron_overlap.adapters.data_parallel import bucket_sync
 from megatron_overlap.config import OverlapConfig
 from megatron_overlap.counters import FallbackError
 from megatron_overlap.session import Session
+from tests.adapters.conftest import RANKS
 from tests.adapters.data_parallel import bucket_sync_workers as cases
 from tests.adapters.data_parallel.bucket_sync_workers import Run
 from tests.helpers.releases import OLDEST, ROOT, release_environment
 from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
 
-RANKS = 4
 P2P = (("method", "p2p"),)
 STEPS = "step of a bucket, then its gather"
 
@@ -30,7 +30,7 @@ STEPS = "step of a bucket, then its gather"
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Workers of their own: Megatron's classes and groups, once made in a process, stay."""
-    workers = World(answer_s=120, adapted=True)
+    workers = World(RANKS, answer_s=120, adapted=True)
     workers.run(RANKS, cases.start)
     yield workers
     workers.close()
@@ -76,10 +76,10 @@ def test_the_first_layers_are_stepped_first(ranks: World) -> None:
 
 
 def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
-    """A rank sends three quarters of the gradients, in fp32, and three times its quarter of the parameters, in bf16."""
+    """A rank sends the gradients of the others' shards, in fp32, and its shard of the parameters to each, in bf16."""
     stock = Run("bf16", iterations=1)
     sent = ranks.run(RANKS, cases.compared, replace(stock, data=P2P), stock)[0]["bytes"]
-    elements = sent // (3 * (4 + 2)) * 4
+    elements = sent // ((RANKS - 1) * (4 + 2)) * RANKS
     assert sum(cases.SIZES) + 5 * len(cases.SIZES) <= elements <= sum(cases.SIZES) + 5 * len(cases.SIZES) + 2000
 
 
@@ -104,7 +104,7 @@ def test_an_optimizer_of_another_class_steps_as_a_whole(ranks: World) -> None:
 @pytest.fixture(scope="module")
 def te_ranks() -> Iterator[World]:
     """Workers whose optimizer is TransformerEngine's FusedAdam."""
-    workers = World(answer_s=120, te=True)
+    workers = World(RANKS, answer_s=120, te=True)
     workers.run(RANKS, cases.start)
     yield workers
     workers.close()

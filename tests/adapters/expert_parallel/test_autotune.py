@@ -14,7 +14,7 @@ from tests.helpers.world import World
 
 @pytest.fixture(scope="module")
 def moe_ranks() -> Iterator[World]:
-    processes = World(answer_s=240, adapted=True)
+    processes = World(RANKS, answer_s=240, adapted=True)
     yield processes
     processes.close()
 

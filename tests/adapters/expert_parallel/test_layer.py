@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.adapters.conftest import RANKS
 from tests.adapters.expert_parallel import workers
 from tests.adapters.expert_parallel.workers import SHARED, MoECase
 from tests.helpers.gemm_rounding import bound
 from tests.helpers.te import needs_te
 from tests.helpers.world import World, assert_same
+
+RANKS = 4
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Megatron's own SelfAttention on four ranks, with and without query-split attention."""
+"""Megatron's own SelfAttention on two ranks, with and without query-split attention."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 import yaml
 
+from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import SCRIPTS, TP2_SP, assert_equal_training, train
 from tests.adapters.tensor_parallel import attention_projection_workers as cases
 from tests.adapters.tensor_parallel.linear_workers import start
 from tests.helpers.releases import OLDEST, ROOT, release_environment
 from tests.helpers.world import World, assert_same
 
-RANKS = 4
 REASONS = {
     "window": "sliding-window attention",
     "dropout": "attention dropout: add --attention-dropout 0",
@@ -94,7 +94,7 @@ def test_an_unsupported_layer_runs_the_stock_path(ranks: World, what: str) -> No
 def test_strict_makes_a_fallback_an_error(ranks: World) -> None:
     for reasons, error in ranks.run(RANKS, cases.falls_back, "mask", True):
         assert reasons == [REASONS["mask"]]
-        assert error.startswith(f"attention 16->64: query_split forward: not overlapped: {REASONS['mask']};")
+        assert error.startswith(f"attention 32->64: query_split forward: not overlapped: {REASONS['mask']};")
 
 
 def test_an_operation_between_the_modules_is_an_error(ranks: World) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_overlap.autotune.search import CALLS_PER_TRIAL
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import autotune_workers as workers
-from tests.adapters.tensor_parallel.autotune_workers import RANKS, BlockCase
+from tests.adapters.tensor_parallel.autotune_workers import BlockCase
 from tests.helpers.world import World, assert_same
 
 
@@ -81,8 +82,8 @@ def test_a_step_that_an_error_ended_leaves_no_state_to_the_next_one(ranks: World
 
 def test_ranks_that_run_different_layers_get_an_error(ranks: World) -> None:
     for text in ranks.run(RANKS, workers.different_layers):
-        assert "run different layers: ag_gemm 64x16x6 float32 backward by stock, p2p" in text
-        assert " | ag_gemm 72x16x6" in text
+        assert "run different layers: ag_gemm 32x16x12 float32 backward by stock, p2p" in text
+        assert " | ag_gemm 36x16x12" in text
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     ops = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"] if case.sequence_parallel else ["copy_gemm"]
     # The first pass of recomputation is a kind of calls of its own.
     assert [line["op"] for line in run.lines] == [*ops * (2 if case.recompute else 1), "block"]
-    assert {line["method"] for line in layers} == {"p2p ring x 1" if case.sequence_parallel else "p2p x 1"}
+    assert {line["method"] for line in layers} == {"p2p direct x 1" if case.sequence_parallel else "p2p x 1"}
     overlap, variant = ("sequence overlap", " by sequences") if case.batch == 1 else ("batch overlap", "")
     assert block["module"] == f"block 16->16 of 2 layers{variant}"
     assert block["method"] == (overlap if wins else "separate layers")
@@ -131,7 +132,7 @@ def test_a_block_is_measured_in_batch_overlap(ranks: World, case: BlockCase, win
     assert run.split[-6:] == [wins] * 6
     assert sum(run.split) >= CALLS_PER_TRIAL
     assert not any(split for split, waits in zip(run.split, run.without_selection, strict=True) if waits)
-    assert run.paused == (case.recompute and case.sequence_parallel), "only these layers have close candidates"
+    assert run.paused == case.recompute, "only these layers have close candidates"
     reasons = {line["reason"] for line in layers}
     assert ("not measured to the end: its block runs in batch overlap" in reasons) == (run.paused and wins)
     assert run.timed_outside == 0, "an output layer after the block runs the selected candidate, untimed"

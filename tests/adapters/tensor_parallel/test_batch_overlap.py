@@ -1,4 +1,4 @@
-"""Batch overlap of Megatron's transformer layers on four ranks: equal to stock, in the order that hides all-reduces."""
+"""Batch overlap of Megatron's transformer layers: equal to stock, in the order that hides all-reduces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import batch_overlap_workers as cases
 from tests.helpers.world import World
 
-RANKS = 4
 SWIGLU = {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 # Two layers with two pairs of linear layers each, run for both parts of the batch. The weight gradients are summed.
 CALLS = {
@@ -54,6 +54,22 @@ def test_equal_to_stock(ranks: World, given: dict[str, Any], dtype: torch.dtype,
     for calls, reasons in ranks.run(RANKS, cases.against_stock, dtype=dtype, **given):
         assert reasons == []
         assert calls == CALLS[sequence_parallel]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sequence_parallel": False},
+        {"sequence_parallel": True, "batch": 2, "rotary": 1, **SWIGLU},
+        {"sequence_parallel": True, "split": "sequence", "masks": 0, "odd": True, "split_at": 0.7, "rotary": 1},
+        {"sequence_parallel": True, "split": "sequence", "carried_by": "copies"},
+        {"sequence_parallel": True, "carried_by": "collectives", **FULL, "recompute_num_layers": 1},
+    ],
+    ids=["no-sp", "sp", "sequence", "copies", "collectives"],
+)
+def test_four_ranks_equal_stock(four_ranks: World, given: dict[str, Any]) -> None:
+    for _, reasons in four_ranks.run(4, cases.against_stock, **given):
+        assert reasons == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

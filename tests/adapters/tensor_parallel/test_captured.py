@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import captured_workers as cases
 from tests.helpers.world import World
 
-RANKS = 4
 STEPS = 100
 CAPTURED = "a CUDA graph is being captured"
 

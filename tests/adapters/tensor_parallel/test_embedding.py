@@ -1,4 +1,4 @@
-"""Batch overlap of the embedding on four ranks: equal to stock, and read by the first layer only."""
+"""Batch overlap of the embedding on two ranks: equal to stock, and read by the first layer only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import embedding_workers as cases
 from tests.helpers.world import World
 
-RANKS = 4
 BATCH, SEQUENCE = ({"method": "p2p", "split": split} for split in ("batch", "sequence"))
 
 

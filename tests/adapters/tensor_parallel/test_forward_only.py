@@ -7,11 +7,11 @@ import math
 import pytest
 
 from megatron_overlap.adapters.tensor_parallel import forward_only
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import forward_only_workers as workers
 from tests.adapters.tensor_parallel.forward_only_workers import THRESHOLD, Counts
 from tests.helpers.world import World, assert_same
 
-RANKS = 4
 OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("row", True): "gemm_ar"}
 WITHOUT_BACKWARD = ("no_grad", "inference_mode", "frozen")
 

@@ -1,4 +1,4 @@
-"""Megatron's ColumnParallelLinear and RowParallelLinear on four ranks, with and without the plugin."""
+"""Megatron's ColumnParallelLinear and RowParallelLinear on two and four ranks, with and without the plugin."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import linear_workers as cases
 from tests.helpers.releases import OLDEST, ROOT, release_environment
 from tests.helpers.world import World, assert_same
 
-RANKS = 4
 OPS = {("column", False): "ag_gemm", ("row", False): "gemm_rs", ("column", True): "copy_gemm", ("row", True): "gemm_ar"}
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
 
@@ -28,34 +28,46 @@ OPTIONS: list[dict[str, Any]] = [
     {"fused": True},
     {"fused": True, "recompute": True},
     {"recompute": True},
-    {"tensor": {"method": "p2p", "schedule": "ring", "chunks_per_rank": 3}},
     {"tensor": {"method": "p2p", "recompute_gather": "never"}},
+]
+OPTIONS_OF_FOUR_RANKS: list[dict[str, Any]] = [
+    {},
+    {"tensor": {"method": "p2p", "schedule": "ring", "chunks_per_rank": 3}},
     {"nodes": 2},
     {"nodes": 2, "fused": True},
 ]
 # The dtype changes the sums in main_grad. The other options run the same code in both: the weekly run has them in bf16.
 DAILY_IN_BF16: list[dict[str, Any]] = [{}, {"fused": True}]
 CASES = [
-    *(pytest.param(torch.float32, options, id="-".join(["fp32", *options])) for options in OPTIONS),
-    *(
-        pytest.param(
-            torch.bfloat16,
-            options,
-            id="-".join(["bf16", *options]),
-            marks=[] if options in DAILY_IN_BF16 else [pytest.mark.long],
-        )
-        for options in OPTIONS
-    ),
+    pytest.param(
+        num_ranks,
+        dtype,
+        options,
+        id="-".join([str(num_ranks), name, *options]),
+        marks=[] if dtype == torch.float32 or options in DAILY_IN_BF16 else [pytest.mark.long],
+    )
+    for num_ranks, of_ranks in ((2, OPTIONS), (4, OPTIONS_OF_FOUR_RANKS))
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    for options in of_ranks
 ]
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["sp", "no-sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize(("dtype", "options"), CASES)
-def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: dict[str, Any], plain: bool) -> None:
+@pytest.mark.parametrize(("num_ranks", "dtype", "options"), CASES)
+def test_equal_to_stock(
+    ranks: World,
+    four_ranks: World,
+    kind: str,
+    num_ranks: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    plain: bool,
+) -> None:
     if plain and "tensor" in options:
         pytest.skip("an all-reduce has no ring, and gathers no input")
-    counts = ranks.run(RANKS, cases.against_stock, kind, dtype, plain=plain, **options)
+    world = four_ranks if num_ranks == 4 else ranks
+    counts = world.run(num_ranks, cases.against_stock, kind, dtype, plain=plain, **options)
     # Bytes are not compared: rows are not divisible by the ranks, so their shards differ by one row.
     assert_same([[count[:3] for count in on_rank] for on_rank in counts])
     op = OPS[kind, plain]
@@ -66,18 +78,18 @@ def test_equal_to_stock(ranks: World, kind: str, dtype: torch.dtype, options: di
     assert times == expected
 
 
-def test_bytes_are_those_of_the_collectives(ranks: World) -> None:
+def test_bytes_are_those_of_the_collectives(four_ranks: World) -> None:
     """A rank sends its shard to three others in an all-gather, and three partial shards in a reduce-scatter."""
     shard, item = 3 * cases.BATCH, 4
     for kind in ("column", "row"):
-        sent = {d: b for _, d, _, b in ranks.run(RANKS, cases.against_stock, kind, torch.float32)[0]}
+        sent = {d: b for _, d, _, b in four_ranks.run(4, cases.against_stock, kind, torch.float32)[0]}
         width = cases.IN if kind == "column" else cases.OUT
         once = 3 * shard * width * item
         # Both gradients of the row layer use one all-gather. It is counted for the first.
         assert sent == {"forward": once, "dgrad": once, "wgrad": once if kind == "column" else 0}
-    rows, others = (3 * RANKS + 1) * cases.BATCH, 3
+    rows, others = (3 * 4 + 1) * cases.BATCH, 3
     for kind, direction, width in (("column", "dgrad", cases.IN), ("row", "forward", cases.OUT)):
-        plain = ranks.run(RANKS, cases.against_stock, kind, torch.float32, plain=True)
+        plain = four_ranks.run(4, cases.against_stock, kind, torch.float32, plain=True)
         for rank_sent in plain:
             assert [d for _, d, _, b in rank_sent if b] == [direction]
         # Partial sums of three shards to their owners, and the sum of the own shard to three peers.
@@ -98,7 +110,7 @@ def test_an_unsupported_call_runs_the_stock_path(ranks: World, kind: str, what: 
     for reasons, error in ranks.run(RANKS, cases.falls_back, kind, what, False):
         assert reasons == [reason]
         assert error == ""
-    name = "column 16->6" if kind == "column" else "row 4->24"
+    name = "column 16->12" if kind == "column" else "row 8->24"
     # The config of the expert layers has sequence parallelism; the column layer is called without it.
     plain = what == "ring" or (what, kind) == ("expert", "column")
     module = f"{name}: {OPS[kind, plain]}"
@@ -132,12 +144,12 @@ def test_a_row_layer_with_offloaded_activations_runs_the_stock_path(ranks: World
 def test_an_indivisible_sequence_runs_the_stock_path(ranks: World) -> None:
     """Megatron rejects it with its own message."""
     for reasons, error in ranks.run(RANKS, cases.falls_back, "row", "odd", False):
-        assert reasons == ["sequence length is not divisible by the tensor-parallel size 4"]
+        assert reasons == ["sequence length is not divisible by the tensor-parallel size 2"]
         assert "divisible" in error
 
 
 def test_column_layers_with_the_same_input_gather_it_once(ranks: World) -> None:
-    once = 3 * 3 * cases.BATCH * cases.IN * 4
+    once = 3 * (RANKS - 1) * cases.BATCH * cases.IN * 4
     # Four calls, of three contents, one of them without gradients.
     assert ranks.run(RANKS, cases.shared_input) == [[2 * once, once]] * RANKS
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_overlap import OverlapConfig
+from tests.adapters.conftest import RANKS
 from tests.adapters.tensor_parallel import tp_invariant_workers as workers
 from tests.helpers.te import needs_te
 from tests.helpers.world import World
@@ -72,7 +73,7 @@ def test_without_the_tree_the_bits_depend_on_the_ranks(worlds: dict[int, World])
 
 @needs_te
 def test_te_layers_are_a_counted_fallback(te_ranks: World) -> None:
-    for reasons, overlapped in te_ranks.run(4, workers.reasons, workers.SEQUENCE, True):
+    for reasons, overlapped in te_ranks.run(RANKS, workers.reasons, workers.SEQUENCE, True):
         assert reasons == {"tp_invariant supports local layers: use --transformer-impl local"}
         assert overlapped == 1, "the output layer is local"
 

@@ -5,7 +5,6 @@ Megatron is imported inside the functions: in a worker, after the CPU adapter, a
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +45,6 @@ class Layer:
     def direction(self) -> str:
         """Whether the weight is cut by columns or rows."""
         return "row" if self.kind == "row" else "column"
-
-
-@functools.cache
-def tensor_group(size: int) -> dist.ProcessGroup:
-    """The tensor-parallel group of this rank, of `size` ranks that follow each other."""
-    groups = [dist.new_group(list(range(at, at + size))) for at in range(0, dist.get_world_size(), size)]
-    return groups[dist.get_rank() // size]
 
 
 def make_config(group: dist.ProcessGroup, dtype: torch.dtype, kind: Any = None, **settings: Any) -> Any:
@@ -204,11 +196,10 @@ def compare(name: str, mine: Any, stock: Any, exact: Any, dtype: torch.dtype) ->
 
 
 def against_stock(
-    world: dist.ProcessGroup, case: Layer, num_ranks: int = 2, check: bool = False
+    group: dist.ProcessGroup, case: Layer, check: bool = False
 ) -> tuple[list[tuple[str, str, int]], dict[str, float]]:
-    """One layer on groups of `num_ranks`, equal to stock. Returns overlapped calls and results of check mode."""
-    start(world)
-    group = tensor_group(num_ranks)
+    """One layer, equal to stock. Returns overlapped calls and results of check mode."""
+    start(group)
     stock = run_layer(make_layer(group, case), case, group)
     exact = exact_layer(make_layer(group, case), case, group)
     config = OverlapConfig.model_validate({"tensor": TENSOR, "check": {"every": int(check)}})
@@ -223,7 +214,7 @@ def against_stock(
     return calls, dict(report.numerics_check)
 
 
-def tuned(world: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[str, Any]]]:
+def tuned(group: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[str, Any]]]:
     """A layer with a norm and a row-parallel layer under `method: auto`; every call is equal to stock.
 
     Returns the candidate of each call, and the selections at the end.
@@ -231,8 +222,8 @@ def tuned(world: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[s
     from tests.adapters.tensor_parallel.autotune_workers import FEW_CALLS, config, follow
     from tests.autotune.trials import few_trials
 
-    start(world)
-    group, cases = tensor_group(2), (Layer("norm", fused=fused), Layer("row", fused=fused))
+    start(group)
+    cases = Layer("norm", fused=fused), Layer("row", fused=fused)
     stock = [run_layer(make_layer(group, case), case, group) for case in cases]
     exact = [exact_layer(make_layer(group, case), case, group) for case in cases]
     with few_trials(), enable(config(None, chunks_per_rank=1), strict=True) as session:
@@ -245,15 +236,15 @@ def tuned(world: dist.ProcessGroup, fused: bool) -> tuple[list[str], list[dict[s
         return ran, session.report().as_dict()["autotuning"]
 
 
-def reasons_with_fp8(world: dist.ProcessGroup) -> list[str | None]:
+def reasons_with_fp8(group: dist.ProcessGroup) -> list[str | None]:
     """The reason of one layer outside and inside of TransformerEngine's fp8 context, and in a bf16 layer inside it."""
-    start(world)
+    start(group)
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch import fp8_autocast
 
     from megatron_overlap.adapters.tensor_parallel.eligibility import unsupported_te_reason
 
-    layer = make_layer(tensor_group(2), Layer("column", torch.bfloat16, config={"fp8": "hybrid"}))
+    layer = make_layer(group, Layer("column", torch.bfloat16, config={"fp8": "hybrid"}))
     reasons = [unsupported_te_reason(layer)]
     with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
         reasons.append(unsupported_te_reason(layer))
@@ -262,12 +253,10 @@ def reasons_with_fp8(world: dist.ProcessGroup) -> list[str | None]:
     return reasons
 
 
-def falls_back(world: dist.ProcessGroup, case: Layer, what: str) -> list[str]:
+def falls_back(group: dist.ProcessGroup, case: Layer, what: str) -> list[str]:
     """A layer that is not overlapped: equal to stock, errors too. Returns the reasons."""
-    start(world)
+    start(group)
     from megatron.core.extensions import transformer_engine as extension
-
-    group = tensor_group(2)
 
     def run() -> Any:
         layer = make_layer(group, case)

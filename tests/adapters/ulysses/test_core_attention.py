@@ -28,7 +28,7 @@ GQA = ("--group-query-attention", "--num-query-groups", "2")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
     """Separate workers, because Megatron's classes and groups cannot be unloaded."""
-    processes = World(answer_s=120, adapted=True)
+    processes = World(RANKS, answer_s=120, adapted=True)
     processes.run(RANKS, workers.start)
     yield processes
     processes.close()
@@ -89,9 +89,12 @@ TE_MODELS: dict[str, tuple[Model, dict[str, Any], dict[str, int]]] = {
 
 @needs_te
 @pytest.mark.parametrize("name", TE_MODELS)
-def test_a_transformer_engine_model_equals_stock_with_one_context_rank(te_ranks: World, name: str) -> None:
+def test_a_transformer_engine_model_equals_stock_with_one_context_rank(
+    te_ranks: World, four_te_ranks: World, name: str
+) -> None:
     case, options, calls = TE_MODELS[name]
-    for found, reasons in te_ranks.run(RANKS, workers.te_model_against_stock, case, **options):
+    world, num_ranks = (four_te_ranks, 4) if "tensor" in options else (te_ranks, RANKS)
+    for found, reasons in world.run(num_ranks, workers.te_model_against_stock, case, **options):
         assert reasons == []
         assert found == calls
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_overlap.tools.launch.processes import RunError
-from tests.adapters.conftest import RANKS
 from tests.adapters.megatron_runs import assert_equal_training
 from tests.adapters.varlen import core_attention_workers as workers
 from tests.adapters.varlen.runs import config, train, write_text
@@ -83,10 +82,12 @@ def test_two_context_and_two_tensor_ranks(data: Path, one_rank: Reference, tmp_p
         pytest.param(2, torch.float32, True, id="2-fp32", marks=pytest.mark.long),
     ],
 )
-def test_a_model_of_transformer_engine_layers(te_ranks: World, tensor: int, dtype: torch.dtype, copies: bool) -> None:
+def test_a_model_of_transformer_engine_layers(
+    four_te_ranks: World, tensor: int, dtype: torch.dtype, copies: bool
+) -> None:
     """Two context ranks, with and without tensor and sequence parallelism, equal one with stock attention."""
     linears = {"ag_gemm": 2 * 2 + 1, "gemm_rs": 2 * 2} if tensor > 1 else {}
-    for calls, reasons in te_ranks.run(RANKS, workers.te_model_against_stock, tensor, dtype, copies=copies):
+    for calls, reasons in four_te_ranks.run(4, workers.te_model_against_stock, tensor, dtype, copies=copies):
         assert reasons == []
         assert calls == {"balanced_attention": 2, **linears}
 
