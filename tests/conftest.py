@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.helpers.forked_python import ForkedPython
@@ -21,6 +22,7 @@ settings.load_profile("any machine")
 def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All workers of pytest-xdist fork from the same servers, whose imports take seconds."""
     if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the other workers use the other cores
         SERVERS.folder = tmp_path_factory.getbasetemp().parent
 
 

@@ -141,7 +141,10 @@ class _Clock:
     def _step(self, rank: int) -> bool:
         """Start and end the operations of a rank that can; return whether any did."""
         progress, blocked, full = False, set[str](), set[bool]()
+        num_streams = len({op.stream for op in self._pending[rank]})
         for op in self._pending[rank]:
+            if len(blocked) == num_streams:
+                break
             # The streams of copies have a hardware queue of their own: seen on an H200.
             copies = op.stream.startswith("copies")
             if copies in full:

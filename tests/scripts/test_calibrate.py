@@ -163,6 +163,7 @@ def test_a_wrong_request_is_refused_before_the_measurement(
     assert says.format(tmp=tmp_path) in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_calibration_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert calibrate.main(["--output", str(path), "--precision", "fp32"]) == 0

@@ -48,8 +48,15 @@ def cases_of(topology: Topology) -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "on_device"),
+    [
+        (2, False),
+        (3, False),
+        (4, True),
+        *(pytest.param(size, size < 4, marks=pytest.mark.long) for size in (2, 3, 4)),
+    ],
+)
 def test_bits_of_messages(world: World, size: int, on_device: bool) -> None:
     """Also of topologies with proxies, which copies do not need."""
     for topology, dtype in zip(TOPOLOGIES[size], (torch.bfloat16, torch.float64, torch.float32), strict=False):
