@@ -37,7 +37,7 @@ def test_a_hundred_replays_in_processes(
         assert num_changed == STEPS
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", operations_workers.OPERATIONS)
 def test_other_operations_in_processes(world: World, num_ranks: int, name: str) -> None:
     assert world.run(num_ranks, operations_workers.compare, name, 10) == [[]] * num_ranks
