@@ -39,6 +39,9 @@ def with_globals(function: Any, names: dict[str, Any]) -> Method:
     )
 
 
+RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
+
+
 def is_recomputed_by_torch() -> bool:
     """Whether `torch.utils.checkpoint` runs the caller, and compares what its two passes save (not `use_reentrant`)."""
     hooks = _saved_tensors_hooks(True)

@@ -18,7 +18,13 @@ import torch
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import Method, is_recomputed_by_torch, untraced, with_globals
+from megatron_overlap.adapters.wrapping import (
+    RECOMPUTED_BY_TORCH,
+    Method,
+    is_recomputed_by_torch,
+    untraced,
+    with_globals,
+)
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -149,7 +155,10 @@ class ExpertAdapter(Adapter):
         """`combine(routed_experts_compute(*dispatch(hidden_states, probs)))` by the selected method."""
         if layer not in self._overlapped:
             return self.stock["routed_experts_compute"](layer, hidden_states, probs)
-        if not self.autotuner.enabled or is_recomputed_by_torch():
+        if not self.autotuner.enabled:
+            return self.compute(layer, hidden_states, probs), None
+        if is_recomputed_by_torch():
+            self.session.counters.exclude("autotuning", f"unmeasured p2p runs: {RECOMPUTED_BY_TORCH}")
             return self.compute(layer, hidden_states, probs), None
 
         def run(candidate: Candidate) -> torch.Tensor:

@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
-from megatron_overlap.adapters.tensor_parallel.eligibility import RECOMPUTED_BY_TORCH, is_te_linear, linears_of
+from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
-from megatron_overlap.adapters.wrapping import is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_recomputed_by_torch
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import MAX_KINDS, Autotuner, Kind

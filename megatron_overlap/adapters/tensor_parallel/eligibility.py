@@ -15,14 +15,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import Method, is_hooked, is_pre_hooked, is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import (
+    RECOMPUTED_BY_TORCH,
+    Method,
+    is_hooked,
+    is_pre_hooked,
+    is_recomputed_by_torch,
+)
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
 CAPTURED = "a CUDA graph is being captured"
 GENERATION = "generation: the KV cache is that of the whole batch; its linear layers are overlapped one by one"
 EXPERT = "expert layer: the token dispatcher communicates, not the layer"
-RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
 _GTP = "generalized tensor parallel weights"
 _OFFLOADED = "activations are offloaded to the CPU"
 _READS_SCORES = "--qk-clip or --log-max-attention-logit reads the scores"

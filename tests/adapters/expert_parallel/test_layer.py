@@ -181,8 +181,9 @@ def test_pre_hooks_of_the_experts_run(moe_ranks: World) -> None:
 
 
 def test_calls_that_torch_recomputes_run_by_one_method(moe_ranks: World) -> None:
-    for worst, overlapped in moe_ranks.run(RANKS, workers.checkpointed_by_torch):
+    for worst, overlapped, excluded in moe_ranks.run(RANKS, workers.checkpointed_by_torch):
         assert worst < 1e-5
+        assert excluded.startswith("unmeasured p2p runs: torch.utils.checkpoint recomputes the layer")
         assert overlapped == 4 * 2 * 2, "forward and recomputation"
 
 

@@ -292,8 +292,9 @@ def pre_hooks(group: dist.ProcessGroup) -> list[int]:
     return [calls.count(name) for name, _ in layer.experts.named_modules()]
 
 
-def checkpointed_by_torch(group: dist.ProcessGroup) -> tuple[float, int]:
-    """The largest difference from stock of steps of two calls in `torch.utils.checkpoint`; overlapped forwards."""
+def checkpointed_by_torch(group: dist.ProcessGroup) -> tuple[float, int, str]:
+    """Steps of two calls in `torch.utils.checkpoint`: the largest difference from stock, overlapped forwards, and what
+    the report excludes from autotuning."""
     case = MoECase()
     start(group, case)
 
@@ -310,9 +311,10 @@ def checkpointed_by_torch(group: dist.ProcessGroup) -> tuple[float, int]:
     stock = run()
     with _session(case, expert={"method": "auto"}) as session:
         mine = run()
-        sites = session.report().sites
+        report = session.report()
     worst = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, mine, strict=True))
-    return worst, sum(tally.overlapped for site, tally in sites.items() if site.direction == "forward")
+    overlapped = sum(tally.overlapped for site, tally in report.sites.items() if site.direction == "forward")
+    return worst, overlapped, report.not_overlapped["autotuning"]
 
 
 def disabled(group: dist.ProcessGroup) -> list[bool]:
