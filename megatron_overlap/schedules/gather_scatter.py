@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
@@ -36,10 +37,14 @@ def check_rank(num_ranks: int, rank: int) -> None:
         raise ValueError(f"rank: {rank}: must be 0 to {num_ranks - 1}")
 
 
-def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str) -> None:
+def _validate(
+    num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int = 1
+) -> None:
     """Check the arguments that all builders share."""
     check_rank(num_ranks, rank)
-    check_positive(chunks_per_rank=chunks_per_rank)
+    check_positive(chunks_per_rank=chunks_per_rank, slices_per_gemm=slices_per_gemm)
+    if slices_per_gemm > 1 and (chunks_per_rank > 1 or pattern != "direct"):
+        raise ValueError(f"slices_per_gemm: {slices_per_gemm}: needs pattern direct and chunks_per_rank 1")
     if pattern not in ("ring", "direct", "serial"):
         raise ValueError(f"pattern: {pattern}: use ring, direct or serial")
     if split not in ("edge", "all"):
@@ -47,7 +52,13 @@ def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, spl
 
 
 def all_gather_plan(
-    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
+    num_ranks: int,
+    rank: int,
+    *,
+    chunks_per_rank: int = 1,
+    pattern: Pattern = "direct",
+    split: Split = "all",
+    slices_per_gemm: int = 1,
 ) -> Plan:
     """Return the plan of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, then slices in arrival order.
 
@@ -63,13 +74,15 @@ def all_gather_plan(
             decomposed collective without overlap, for attribution.
         split: `all` computes every remote slice chunk by chunk. `edge` cuts only the last slice, the only exposed one:
             the other slices use one large GEMM each.
+        slices_per_gemm: most slices of other ranks in one GEMM; more than one only of whole slices.
 
     Raises:
         ValueError: an argument is out of range.
     """
-    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split, slices_per_gemm)
     messages: list[Message] = []
     work = [Work(tuple(Chunk(rank, part) for part in range(chunks_per_rank)))]
+    received: dict[Chunk, int] = {}
     for distance in range(1, num_ranks):
         owner = (rank - distance) % num_ranks
         first = len(messages)
@@ -80,8 +93,11 @@ def all_gather_plan(
                 messages.append(Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after))
             else:
                 messages.append(Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner))
-        for chunks in _groups(owner, chunks_per_rank, split == "all" or distance == num_ranks - 1):
-            work.append(Work(chunks, needs=tuple(first + chunk.part for chunk in chunks)))
+            received[Chunk(owner, part)] = first + part
+    others = [(rank - distance) % num_ranks for distance in range(1, num_ranks)]
+    for owners in _grouped(others, slices_per_gemm):
+        for chunks in _gemms(owners, chunks_per_rank, split == "all" or owners[-1] == others[-1]):
+            work.append(Work(chunks, needs=tuple(sorted(received[chunk] for chunk in chunks))))
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
         work = [Work(all_chunks, needs=tuple(range(len(messages))))]
@@ -89,14 +105,20 @@ def all_gather_plan(
 
 
 def reduce_scatter_plan(
-    num_ranks: int, rank: int, *, chunks_per_rank: int = 1, pattern: Pattern = "direct", split: Split = "all"
+    num_ranks: int,
+    rank: int,
+    *,
+    chunks_per_rank: int = 1,
+    pattern: Pattern = "direct",
+    split: Split = "all",
+    slices_per_gemm: int = 1,
 ) -> Plan:
     """Return the plan of `y_shard = reduce_scatter(x @ w.T)` for one rank: rows of other owners first, own rows last.
 
     Every message may be sent before the last GEMM starts, so the GEMM of the own slice hides the pending messages.
 
     Args:
-        num_ranks, rank, chunks_per_rank: see `all_gather_plan`.
+        num_ranks, rank, chunks_per_rank, slices_per_gemm: see `all_gather_plan`.
         pattern: `ring` sends a running partial sum from r to r+1 and computes r-1, r-2, ..., r. `direct` sends each
             partial sum to its owner, which adds all of them, and computes r+1, r+2, ..., r. `serial` sends like
             `direct` after one GEMM over all rows.
@@ -106,21 +128,21 @@ def reduce_scatter_plan(
     Raises:
         ValueError: an argument is out of range.
     """
-    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split, slices_per_gemm)
     messages: list[Message] = []
     work: list[Work] = []
     received: dict[Chunk, int] = {}
-    for distance in range(1, num_ranks + 1):
-        owner, source = (rank + distance) % num_ranks, (rank - distance) % num_ranks
-        to = owner
-        if pattern == "ring":
-            owner, to, source = (rank - distance) % num_ranks, (rank + 1) % num_ranks, (rank - 1) % num_ranks
-        for chunks in _groups(owner, chunks_per_rank, distance < num_ranks and (split == "all" or distance == 1)):
+    ring = pattern == "ring"
+    others = [(rank - distance if ring else rank + distance) % num_ranks for distance in range(1, num_ranks)]
+    for owners in (*_grouped(others, slices_per_gemm), [rank]):
+        remote = owners != [rank]
+        for chunks in _gemms(owners, chunks_per_rank, remote and (split == "all" or owners[0] == others[0])):
             work.append(Work(chunks, adds=tuple(received[chunk] for chunk in chunks if chunk in received)))
-            for chunk in chunks if distance < num_ranks else ():
-                incoming = Chunk(rank, chunk.part)
-                if pattern == "ring":
-                    incoming = Chunk((owner - 1) % num_ranks, chunk.part)
+            for chunk in chunks if remote else ():
+                to, source, incoming = chunk.owner, (2 * rank - chunk.owner) % num_ranks, Chunk(rank, chunk.part)
+                if ring:
+                    to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+                    incoming = Chunk((chunk.owner - 1) % num_ranks, chunk.part)
                     received[incoming] = len(messages)
                 messages.append(Message(chunk, to, incoming, source, after_work=len(work)))
     if pattern == "serial" and num_ranks > 1:
@@ -148,9 +170,23 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
     return tuple(placed)
 
 
-def _groups(owner: int, num_parts: int, cut: bool) -> list[tuple[Chunk, ...]]:
-    chunks = tuple(Chunk(owner, part) for part in range(num_parts))
-    return [(chunk,) for chunk in chunks] if cut else [chunks]
+def _grouped(owners: Sequence[int], size: int) -> list[list[int]]:
+    """Groups of at most `size` owners, whose slices are one run of rows: no group has the first and the last rank.
+
+    `owners` follow each other up or down.
+    """
+    around = next((at for at in range(1, len(owners)) if abs(owners[at] - owners[at - 1]) > 1), len(owners))
+    groups = []
+    for start, stop in ((0, around), (around, len(owners))):
+        bounds = start, *range(start + ((stop - start) % size or size), stop, size), stop
+        groups += [list(owners[first:last]) for first, last in pairwise(bounds) if first < last]
+    return groups
+
+
+def _gemms(owners: Sequence[int], num_parts: int, cut: bool) -> list[Run]:
+    """The rows of each GEMM of one group."""
+    chunks = tuple(Chunk(owner, part) for owner in sorted(owners) for part in range(num_parts))
+    return [(chunk,) for chunk in chunks] if cut and len(owners) == 1 else [chunks]
 
 
 def all_reduce_plan(

@@ -170,8 +170,8 @@ class Work:
     """One unit of computation: a GEMM over the rows of `chunks`, and the partial sums that are added to its result.
 
     Attributes:
-        chunks: chunks whose rows are one contiguous run, in row order: consecutive parts of one owner, or in an
-            all-reduce consecutive owners of one part. Empty if the unit only adds. A serial plan has one unit with all
+        chunks: chunks whose rows are one contiguous run, in row order: consecutive parts of one owner, or consecutive
+            owners (in an all-reduce of one part). Empty if the unit only adds. A serial plan has one unit with all
             chunks.
         needs: messages that must be received before the GEMM reads its input (all-gather).
         adds: messages whose partial sums are added after the GEMM (reduce-scatter and all-reduce).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +46,40 @@ def test_proved_for_every_group_size(
         assert proof.tail_free
         assert proof.num_messages == (num_ranks - 1) * chunks_per_rank
         assert proof.peak_chunks_in_flight <= proof.num_messages
+
+
+@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("collective", BUILDERS)
+def test_slices_that_share_a_gemm_are_proved(collective: str, slices: int) -> None:
+    """Few GEMMs, the same number for all ranks but one; messages are those of slices with GEMMs of their own."""
+    for num_ranks in DEFAULT_SIZES:
+        group = plans(collective, num_ranks, split="edge", slices_per_gemm=slices)
+        proof = check(group)
+        assert proof.tail_free
+        assert proof.num_messages == num_ranks - 1
+        fewest = 1 + -(-(num_ranks - 1) // slices)
+        for plan, alone in zip(group, plans(collective, num_ranks, split="edge"), strict=True):
+            sizes = [len(work.chunks) for work in plan.work if work.chunks]
+            assert max(sizes) <= slices
+            assert fewest <= len(sizes) <= fewest + 1
+            assert [(m.send, m.to, m.recv, m.source) for m in plan.messages] == [
+                (m.send, m.to, m.recv, m.source) for m in alone.messages
+            ]
+
+
+def test_slices_of_one_gemm_are_one_run_of_rows() -> None:
+    owners = [[chunk.owner for chunk in work.chunks] for work in all_gather_plan(8, 3, slices_per_gemm=2).work]
+    assert owners == [[3], [2], [0, 1], [6, 7], [4, 5]]
+    scatter = reduce_scatter_plan(8, 3, slices_per_gemm=2)
+    assert [[chunk.owner for chunk in work.chunks] for work in scatter.work] == [[4, 5], [6, 7], [0], [1, 2], [3], []]
+    assert [message.after_work for message in scatter.messages] == [1, 1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("collective", BUILDERS)
+@pytest.mark.parametrize("options", [{"pattern": "ring"}, {"pattern": "serial"}, {"chunks_per_rank": 2}])
+def test_cut_or_forwarded_slices_share_no_gemm(collective: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="slices_per_gemm: 2: needs pattern direct and chunks_per_rank 1"):
+        plans(collective, 4, slices_per_gemm=2, **options)
 
 
 @pytest.mark.parametrize("collective", BUILDERS)

@@ -15,6 +15,7 @@ from megatron_overlap.schedules.heuristics import (
     KNOBS,
     balanced_rows,
     default_chunks,
+    default_slices_per_gemm,
     fused_settings,
     max_p2p_settings,
     one_knob_apart,
@@ -36,6 +37,14 @@ def test_fixed_settings_leave_one() -> None:
     assert fixed == [("ring", 3)]
     few = p2p_settings(2, 16, 1024, "cpu", all_reduces=False)
     assert [chunks for _, chunks in few] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "slices"),
+    [(8, 8192, 1), (8, 4096, 2), (8, 2048, 4), (8, 64, 4), (4, 1024, 2), (3, 30, 1), (2, 64, 1), (1, 64, 1), (8, 0, 4)],
+)
+def test_slices_with_few_rows_share_a_gemm(ranks: int, rows: int, slices: int) -> None:
+    assert default_slices_per_gemm(ranks, rows) == slices
 
 
 def place(ranks: int, rank: int, copy_engines: bool = False) -> Transport:

@@ -35,7 +35,13 @@ from megatron_overlap.schedules import (
     reduce_scatter_plan,
 )
 from megatron_overlap.schedules.gather_scatter import Gathers
-from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_parts, default_pattern
+from megatron_overlap.schedules.heuristics import (
+    SHALLOW_DEPTH,
+    default_chunks,
+    default_parts,
+    default_pattern,
+    default_slices_per_gemm,
+)
 from megatron_overlap.schedules.plan import Pattern, Split
 
 RowCollective = Literal["all_gather", "reduce_scatter"]
@@ -66,11 +72,21 @@ class LinearPlan:
     tree: bool = False
 
     def schedule(
-        self, collective: RowCollective, transport: Transport, num_rows: int, row_bytes: int, device: torch.device
+        self,
+        collective: RowCollective,
+        transport: Transport,
+        num_rows: int,
+        row_bytes: int,
+        device: torch.device,
+        *,
+        joined: bool = False,
     ) -> tuple[Plan, ChunkLayout]:
-        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks."""
+        """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks.
+
+        `joined`: beside copy engines short slices share a GEMM.
+        """
         size, rank, engines = transport.size, transport.rank, transport.copy_engines
-        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines)
+        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines, joined)
 
     def fewest_rows(self, op: str, num_ranks: int, num_rows: int, row_bytes: int, device: torch.device) -> int:
         """Rows of the smallest GEMM of the forward pass of `op`, with `num_rows` gathered rows of `row_bytes` each."""
@@ -170,7 +186,10 @@ class P2PMethod(LinearMethod):
     ) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of rows `[like.shape[0], features]`, which the caller computes."""
         num_rows, row_bytes = like.shape[0], features * like.itemsize
-        schedule, layout = self.plan.schedule("reduce_scatter", self.transport, num_rows, row_bytes, like.device)
+        # Work that follows hides the messages. Without it they begin earlier after a GEMM of one slice.
+        schedule, layout = self.plan.schedule(
+            "reduce_scatter", self.transport, num_rows, row_bytes, like.device, joined=work_follows
+        )
         out = like.new_empty(layout.shard_rows(self.rank), features)
         tree = self.plan.tree
         return PipelinedReduceScatter(
@@ -207,7 +226,7 @@ class P2PGather:
         payload = self._gemm.encode(shard)
         self._num_rows, self._like = num_rows, shard
         row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
-        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device)
+        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device, joined=True)
         # Copies land in buffers of the transport: rows to save are copied from there.
         self._saves_copy = save and transport.prepares
         is_new = save and not self._saves_copy
@@ -308,6 +327,7 @@ def _schedule(
     row_bytes: int,
     device: str,
     copy_engines: bool = False,
+    joined: bool = False,
 ) -> tuple[Plan, ChunkLayout]:
     chunks = plan.chunks_per_rank
     if chunks is None:
@@ -316,7 +336,10 @@ def _schedule(
     split = plan.split or ("all" if device == "cpu" else "edge")
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     pattern = plan.pattern or default_pattern(device)
-    schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split)
+    slices = 1
+    if joined and copy_engines and chunks == 1 and pattern == "direct" and split == "edge":
+        slices = default_slices_per_gemm(size, num_rows)
+    schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split, slices_per_gemm=slices)
     return schedule, schedule.layout(num_rows)
 
 

@@ -34,7 +34,7 @@ from megatron_overlap.autotune.cost_model import CostModel, Link, Mover
 from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.gather_scatter import Nodes
-from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks
+from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_slices_per_gemm
 from megatron_overlap.schedules.plan import Pattern, Split
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 
@@ -224,7 +224,7 @@ class Linear:
             return self._fastest("collective", [steps])
         streams, rail, shard_bytes = [], self._nodes.scatter(0), self._shard_bytes(n)
         concurrent = self._queued or len(rail.work) == 1  # see `LinearMethod.concurrent`
-        for plan in self._inside(0)._plans("reduce_scatter", n):
+        for plan in self._inside(0)._plans("reduce_scatter", n, joined=wgrad):
             stream, sums = Stream(), list[int]()
             wgrads = self._wgrads(stream) if wgrad else repeat(None)
             next(wgrads)
@@ -297,8 +297,11 @@ class Linear:
         latency_us = link.ring_latency_us + self.model.launch_us
         return (steps.send(Transfer(num_bytes, stretch=slower, latency_us=latency_us)),)
 
-    def _plans(self, collective: _Collective, width: int) -> list[Plan]:
-        """The plans of rank 0, one for each number of chunks and split that may be the fastest."""
+    def _plans(self, collective: _Collective, width: int, *, joined: bool = True) -> list[Plan]:
+        """The plans of rank 0, one for each number of chunks and split that may be the fastest.
+
+        `joined`: as of `LinearPlan.schedule`.
+        """
         overlap, size = self.overlap, self.link.size
         pattern: Pattern = "direct"
         splits: tuple[Split, ...] = ("all",)
@@ -313,8 +316,10 @@ class Linear:
             splits = ("edge",) if self._queued or counts == (1,) else ("edge", "all")
             splits = splits if overlap.split is None else (overlap.split,)
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
+        joins = joined and self._by_copies and counts == (1,) and splits == ("edge",) and pattern == "direct"
+        slices = default_slices_per_gemm(size, self.rows) if joins else 1
         return [
-            build(size, 0, chunks_per_rank=chunks, pattern=pattern, split=split)
+            build(size, 0, chunks_per_rank=chunks, pattern=pattern, split=split, slices_per_gemm=slices)
             for chunks in counts
             for split in splits
         ]
@@ -347,7 +352,7 @@ class Linear:
                 if fused:  # a share of one GEMM
                     gemm_us = (self.model.gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
                     launch_us = self.model.launch_us if index == 0 else 0.0
-                flags_us = len(work.needs) * self._flag_us
+                flags_us = self._flag_us if work.needs else 0.0
                 stream.compute(gemm_us + flags_us + launch_us, *(sent[message] for message in work.needs))
                 add(work.adds)
                 done.append(len(stream.work))

@@ -32,7 +32,7 @@ from megatron_overlap.ops.tensor_parallel.pipelined_reduce import PipelinedReduc
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from scripts.kernels.cpu_backend import CpuBackend
-from tests.helpers.collectives import LateNodesTransport
+from tests.helpers.collectives import LateNodesTransport, device_copies
 from tests.helpers.fused import fused_transport
 from tests.helpers.late import LateTransport, poisoned_transport
 from tests.helpers.numerics import assert_close_to_exact
@@ -87,15 +87,19 @@ def against_reference(
     seed: int = 1,
     repeats: int = 2,
     hosts: int = 1,
+    copies: bool = False,
 ) -> None:
     """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says.
 
-    Over several hosts copies carry messages inside a host, with `late` in the order of a device.
+    `copies` carry all messages, as on a device. Over several hosts they carry those inside a host, with `late` in the
+    order of a device.
     """
     fused = isinstance(plan, FusedPlan)
     transport: Any
     if fused:
         transport = fused_transport(group, hosts)
+    elif copies:
+        transport = device_copies(HostGroup(group))
     elif hosts > 1:
         transport = LateNodesTransport(group, hosts, on_device=late)
     else:
@@ -128,7 +132,7 @@ def against_reference(
         for name, mine, plain, true, magnitude in zip(terms, got, unfused, exact, size_of, strict=True):
             assert mine is not None
             assert_close_to_exact(f"{op} {name}", mine, plain, true, magnitude, terms[name])
-    if late or fused or hosts > 1:
+    if late or fused or hosts > 1 or copies:
         dist.barrier(group)
         transport.close()
 

@@ -78,6 +78,24 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
     assert sent_bytes(devices[0]) == pytest.approx(2 * (RANKS - 1) * chunk_bytes)
 
 
+@pytest.mark.parametrize(
+    ("layer", "direction", "rows", "transport", "num_gemms"),
+    [
+        ("qkv", "forward", 4096, "copies", 5),  # own rows, one slice, and three of two slices
+        ("qkv", "forward", 8192, "copies", 8),
+        ("qkv", "forward", 4096, "nccl", 9),  # the last slice is cut
+        ("fc2", "backward", 4096, "copies", 5),
+        ("fc1", "backward", 4096, "copies", 5),
+        ("fc2", "forward", 4096, "copies", 8),  # no work follows that hides the messages
+    ],
+)
+def test_short_slices_share_a_gemm_beside_copy_engines(
+    monkeypatch: pytest.MonkeyPatch, layer: str, direction: str, rows: int, transport: str, num_gemms: int
+) -> None:
+    for device in record(monkeypatch, Case(layer, rows, direction), transport):
+        assert sum(op.kind == "work" and op.label.startswith("mm") for op in device.ops) == num_gemms
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
     device = record(monkeypatch, Case(layer, 4096, "backward"))[0]
