@@ -86,6 +86,7 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
         ("qkv", "forward", 4096, "nccl", 9),  # the last slice is cut
         ("fc2", "backward", 4096, "copies", 5),
         ("fc1", "backward", 4096, "copies", 5),
+        ("fc1", "backward", 4096, "nccl", 8),
         ("fc2", "forward", 4096, "copies", 8),  # no work follows that hides the messages
     ],
 )
