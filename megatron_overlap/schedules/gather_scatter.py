@@ -197,6 +197,7 @@ def all_reduce_plan(
     pattern: Pattern = "direct",
     split: Split = "edge",
     gathers: Gathers = "between",
+    slices_per_gemm: int = 1,
 ) -> Plan:
     """Return the plan of `y = all_reduce(x @ w.T)` for one rank. `PartLayout` defines the rows of each chunk.
 
@@ -213,11 +214,12 @@ def all_reduce_plan(
             partial sums of part p+1.
         gathers: `between` sends sums as soon as they are ready. `after` sends all sums after the last partial sum, for
             a caller that overlaps them with later computation.
+        slices_per_gemm: with split `all`, most other owners of one GEMM; more than one only in one part.
 
     Raises:
         ValueError: an argument is out of range.
     """
-    _validate(num_ranks, rank, chunks_per_rank, pattern, split)
+    _validate(num_ranks, rank, chunks_per_rank, pattern, split, slices_per_gemm)
     if pattern == "ring":
         raise ValueError("pattern: ring: an all-reduce has no ring schedule; use direct")
     if gathers not in ("between", "after"):
@@ -250,8 +252,14 @@ def all_reduce_plan(
     late = gathers == "between" and pattern != "serial"
     for part in parts:
         runs, own = ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split)
-        steps = [([run], [peer]) for run, peer in zip(runs, peers, strict=False)] if split == "all" else []
-        for runs_of_step, peers_of_step in steps or [(runs, peers)]:
+        steps = [(runs, peers)]
+        if split == "all" and runs:
+            groups = _grouped([to for to, _ in peers], slices_per_gemm)
+            rows = [tuple(Chunk(owner, part) for owner in sorted(owners)) for owners in groups]
+            steps = [
+                ([run], [peer for peer in peers if peer[0] in owners]) for run, owners in zip(rows, groups, strict=True)
+            ]
+        for runs_of_step, peers_of_step in steps:
             compute(runs_of_step)
             for to, source in peers_of_step:
                 chunk = Chunk(to, part)

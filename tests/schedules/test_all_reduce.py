@@ -46,6 +46,24 @@ def test_proved_for_every_split(split: str, gathers: str, num_parts: int) -> Non
         prove(num_ranks, num_parts, split, gathers)
 
 
+@pytest.mark.parametrize("gathers", ["between", "after"])
+@pytest.mark.parametrize("slices", [2, 3, 4])
+def test_owners_that_share_a_gemm_are_proved(slices: int, gathers: str) -> None:
+    for num_ranks in SOME:
+        group = plans(num_ranks, split="all", gathers=gathers, slices_per_gemm=slices)
+        assert check(group).num_after_gemms == num_ranks - 1
+        fewest = 1 + -(-(num_ranks - 1) // slices)
+        for plan, alone in zip(group, plans(num_ranks, split="all", gathers=gathers), strict=True):
+            sizes = [len(work.chunks) for work in plan.work if work.chunks]
+            assert max(sizes) <= slices
+            assert fewest <= len(sizes) <= fewest + 1
+            assert [(m.send, m.to, m.recv, m.source) for m in plan.messages] == [
+                (m.send, m.to, m.recv, m.source) for m in alone.messages
+            ]
+    with pytest.raises(ValueError, match="slices_per_gemm: 2: needs pattern direct and chunks_per_rank 1"):
+        plans(4, chunks_per_rank=2, split="all", slices_per_gemm=2)
+
+
 def test_serial_is_correct_but_not_tail_free() -> None:
     proof = check(plans(4, chunks_per_rank=2, pattern="serial"))
     assert not proof.tail_free

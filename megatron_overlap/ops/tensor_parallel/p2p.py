@@ -116,7 +116,10 @@ class LinearPlan:
         # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
-        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers)
+        # As in a reduce-scatter, work that follows hides the messages.
+        joins = gathers == "after" and transport.copy_engines and (parts, pattern, split) == (1, "direct", "all")
+        slices = default_slices_per_gemm(transport.size, num_rows) if joins else 1
+        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, slices)
 
 
 _DEFAULT_PLAN = LinearPlan()
@@ -345,7 +348,9 @@ def _schedule(
 
 @lru_cache(maxsize=256)
 def _all_reduce_schedule(
-    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers
+    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers, slices: int
 ) -> tuple[Plan, PartLayout]:
-    plan = all_reduce_plan(size, rank, chunks_per_rank=parts, pattern=pattern, split=split, gathers=gathers)
+    plan = all_reduce_plan(
+        size, rank, chunks_per_rank=parts, pattern=pattern, split=split, gathers=gathers, slices_per_gemm=slices
+    )
     return plan, PartLayout(num_rows, size, parts)

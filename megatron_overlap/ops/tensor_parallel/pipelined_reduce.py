@@ -260,6 +260,7 @@ class _SummedRows(WorkRows):
         terms_of: those of each own chunk by their first message, where they are contiguous: all `[R - 1, rows, F]`, and
             those before the last one and the last one.
         num_gemms: work of the plan up to the last GEMM.
+        has_gemm_of_each_chunk: no GEMM computes several chunks.
         gathers: the messages that receive sums.
         sums: start and stop of each own chunk, and its rows of `summed`, by part; empty without `summed`.
         num_sent: rows that this rank sends.
@@ -271,6 +272,7 @@ class _SummedRows(WorkRows):
         self.received: dict[int, torch.Tensor] = {}
         self.terms_of: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self.num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
+        self.has_gemm_of_each_chunk = all(len(work.chunks) <= 1 for work in plan.work)
         self._lands: dict[int, torch.Tensor] = {}
         first = 0
         for k, message in enumerate(plan.messages):
@@ -357,7 +359,8 @@ class PipelinedAllReduce:
         self._rows_of_out = self.rows.split(out)
         self._done = 0
         self._finished = False
-        self._p2p_work = transport.begin(Exchange(self.rows, out, cut=self._rows_of_out), op)
+        cut = self._rows_of_out if self.rows.has_gemm_of_each_chunk else None
+        self._p2p_work = transport.begin(Exchange(self.rows, out, cut=cut), op)
 
     def compute(self, gemm: GemmInto) -> None:
         """Runs the GEMMs."""

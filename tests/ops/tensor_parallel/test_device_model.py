@@ -79,21 +79,23 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
 
 
 @pytest.mark.parametrize(
-    ("layer", "direction", "rows", "transport", "num_gemms"),
+    ("layer", "direction", "rows", "transport", "num_gemms", "plain"),
     [
-        ("qkv", "forward", 4096, "copies", 5),  # own rows, one slice, and three of two slices
-        ("qkv", "forward", 8192, "copies", 8),
-        ("qkv", "forward", 4096, "nccl", 9),  # the last slice is cut
-        ("fc2", "backward", 4096, "copies", 5),
-        ("fc1", "backward", 4096, "copies", 5),
-        ("fc1", "backward", 4096, "nccl", 8),
-        ("fc2", "forward", 4096, "copies", 8),  # no work follows that hides the messages
+        ("qkv", "forward", 4096, "copies", 5, False),  # own rows, one slice, and three of two slices
+        ("qkv", "forward", 8192, "copies", 8, False),
+        ("qkv", "forward", 4096, "nccl", 9, False),  # the last slice is cut
+        ("fc2", "backward", 4096, "copies", 5, False),
+        ("fc1", "backward", 4096, "copies", 5, False),
+        ("fc1", "backward", 4096, "nccl", 8, False),
+        ("fc2", "forward", 4096, "copies", 8, False),  # no work follows that hides the messages
+        ("fc1", "backward", 4096, "copies", 5, True),
+        ("fc2", "forward", 4096, "copies", 8, True),
     ],
 )
 def test_short_slices_share_a_gemm_beside_copy_engines(
-    monkeypatch: pytest.MonkeyPatch, layer: str, direction: str, rows: int, transport: str, num_gemms: int
+    monkeypatch: pytest.MonkeyPatch, layer: str, direction: str, rows: int, transport: str, num_gemms: int, plain: bool
 ) -> None:
-    for device in record(monkeypatch, Case(layer, rows, direction), transport):
+    for device in record(monkeypatch, Case(layer, rows, direction, plain=plain), transport):
         assert sum(op.kind == "work" and op.label.startswith("mm") for op in device.ops) == num_gemms
 
 
