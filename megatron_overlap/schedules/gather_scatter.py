@@ -251,15 +251,11 @@ def all_reduce_plan(
     # Sums are sent one part late: the link then has partial sums to transfer while the owner adds.
     late = gathers == "between" and pattern != "serial"
     for part in parts:
-        runs, own = ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split)
-        steps = [(runs, peers)]
-        if split == "all" and runs:
-            groups = _grouped([to for to, _ in peers], slices_per_gemm)
-            rows = [tuple(Chunk(owner, part) for owner in sorted(owners)) for owners in groups]
-            steps = [
-                ([run], [peer for peer in peers if peer[0] in owners]) for run, owners in zip(rows, groups, strict=True)
-            ]
-        for runs_of_step, peers_of_step in steps:
+        runs, own = (
+            ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split, slices_per_gemm)
+        )
+        steps = [([run], [each for each in peers if Chunk(each[0], part) in run]) for run in runs]
+        for runs_of_step, peers_of_step in steps if split == "all" and steps else [(runs, peers)]:
             compute(runs_of_step)
             for to, source in peers_of_step:
                 chunk = Chunk(to, part)
@@ -275,13 +271,16 @@ def all_reduce_plan(
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
-def _runs(num_ranks: int, rank: int, part: int, num_parts: int, split: Split) -> tuple[list[Run], list[Run]]:
+def _runs(
+    num_ranks: int, rank: int, part: int, num_parts: int, split: Split, slices_per_gemm: int
+) -> tuple[list[Run], list[Run]]:
     """Return the GEMMs of one part, as runs of rows: those before its partial sums are sent, then the own rows."""
     own = Chunk(rank, part)
     above = tuple(Chunk(owner, part) for owner in range(rank + 1, num_ranks))
     below = tuple(Chunk(owner, part) for owner in range(rank))
     if split == "all":
-        return [(chunk,) for chunk in above + below], [(own,)]
+        groups = _grouped([chunk.owner for chunk in above + below], slices_per_gemm)
+        return [tuple(Chunk(owner, part) for owner in sorted(owners)) for owners in groups], [(own,)]
     if part == 0:
         runs = [above[:1], above[1:], below] if above else [below[:1], below[1:]]
     elif part == num_parts - 1:
