@@ -10,7 +10,7 @@ from megatron_overlap.schedules.plan import Collective, Pattern, Small, part_wei
 # With fewer rows a bf16 GEMM loses more than 5 % per row, and one more cut hides less than that. Measured with oneDNN
 # on AVX-512: 256 rows 0-1 %, 128 rows 3-7 %, 64 rows 11-20 %.
 MIN_CHUNK_ROWS = 128
-# Slices with fewer rows share a GEMM on a device. On an H100 a layer of eight slices of 1,024 rows took 0.63 to 0.88 of
+# Slices with fewer rows share a GEMM on a device. On an H100 a layer of eight slices of 1,024 rows took 0.66 to 0.88 of
 # the time without overlap, of 256 rows 0.88 to 0.95, and of 128 rows 1.35 to 1.41: such GEMMs only read their weight.
 _MIN_DEVICE_ROWS = 1024
 # Of an all-gather of one part by copy engines, to one rank. The fixed time of a smaller copy is longer than what a GEMM
