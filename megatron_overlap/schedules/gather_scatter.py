@@ -74,7 +74,8 @@ def all_gather_plan(
             decomposed collective without overlap, for attribution.
         split: `all` computes every remote slice chunk by chunk. `edge` cuts only the last slice, the only exposed one:
             the other slices use one large GEMM each.
-        slices_per_gemm: most slices of other ranks in one GEMM; more than one only of whole slices.
+        slices_per_gemm: the most remote slices that one GEMM computes. Above 1 only with pattern `direct` and one chunk
+            per rank.
 
     Raises:
         ValueError: an argument is out of range.
@@ -171,9 +172,9 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
 
 
 def _grouped(owners: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of at most `size` owners, whose slices are one run of rows: no group has the first and the last rank.
+    """Cut `owners`, consecutive ranks modulo the group, into groups of at most `size` with contiguous rows.
 
-    `owners` follow each other up or down.
+    The rows of the last and the first rank are not contiguous, so a group ends there.
     """
     around = next((at for at in range(1, len(owners)) if abs(owners[at] - owners[at - 1]) > 1), len(owners))
     groups = []
@@ -214,7 +215,8 @@ def all_reduce_plan(
             partial sums of part p+1.
         gathers: `between` sends sums as soon as they are ready. `after` sends all sums after the last partial sum, for
             a caller that overlaps them with later computation.
-        slices_per_gemm: with split `all`, most other owners of one GEMM; more than one only in one part.
+        slices_per_gemm: the most other owners whose rows one GEMM computes, with split `all`. Above 1 only with one
+            part.
 
     Raises:
         ValueError: an argument is out of range.

@@ -10,7 +10,7 @@ from tests.adapters.tensor_parallel import linear_workers
 from tests.helpers.world import World
 
 RANKS = 2
-"""Of most tests: four ranks on two cores take three times as long. `tests/ops` has the operations on up to four."""
+"""Ranks of most tests. Four ranks on two cores take three times as long; `tests/ops` tests operations on up to four."""
 
 
 def _started(size: int, *, te: bool = False) -> Iterator[World]:

@@ -51,7 +51,7 @@ def test_proved_for_every_group_size(
 @pytest.mark.parametrize("slices", [2, 3, 4])
 @pytest.mark.parametrize("collective", BUILDERS)
 def test_slices_that_share_a_gemm_are_proved(collective: str, slices: int) -> None:
-    """Few GEMMs, the same number for all ranks but one; messages are those of slices with GEMMs of their own."""
+    """A rank has at most one GEMM more than the fewest possible. Its messages do not change."""
     for num_ranks in DEFAULT_SIZES:
         group = plans(collective, num_ranks, split="edge", slices_per_gemm=slices)
         proof = check(group)

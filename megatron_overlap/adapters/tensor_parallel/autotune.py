@@ -217,7 +217,7 @@ class LinearAutotuner(GroupAutotuners):
     def compares_blocks(self) -> bool:
         """Whether a block of layers may run in batch overlap in this pass.
 
-        Without gradients only after a linear layer has been measured in such a pass.
+        A pass without gradients needs a linear layer that has been measured in such a pass.
         """
         if not self.enabled or _grad_enabled():
             return self.enabled

@@ -83,7 +83,7 @@ class LinearPlan:
     ) -> tuple[Plan, ChunkLayout]:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks.
 
-        `joined`: beside copy engines short slices share a GEMM.
+        `joined`: where copy engines carry the messages, one GEMM computes several short slices.
         """
         size, rank, engines = transport.size, transport.rank, transport.copy_engines
         return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines, joined)
@@ -117,9 +117,8 @@ class LinearPlan:
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
         # As in a reduce-scatter, work that follows hides the messages.
-        joins = gathers == "after" and transport.copy_engines and (parts, pattern, split) == (1, "direct", "all")
-        slices = default_slices_per_gemm(transport.size, num_rows) if joins else 1
-        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, slices)
+        joined = gathers == "after" and transport.copy_engines
+        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, joined)
 
 
 _DEFAULT_PLAN = LinearPlan()
@@ -348,8 +347,11 @@ def _schedule(
 
 @lru_cache(maxsize=256)
 def _all_reduce_schedule(
-    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers, slices: int
+    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers, joined: bool
 ) -> tuple[Plan, PartLayout]:
+    slices = (
+        default_slices_per_gemm(size, num_rows) if joined and (parts, pattern, split) == (1, "direct", "all") else 1
+    )
     plan = all_reduce_plan(
         size, rank, chunks_per_rank=parts, pattern=pattern, split=split, gathers=gathers, slices_per_gemm=slices
     )

@@ -91,8 +91,8 @@ def against_reference(
 ) -> None:
     """Output and every gradient against the reference, twice over the same buffers; p2p or fused, as the plan says.
 
-    `copies` carry all messages, as on a device. Over several hosts they carry those inside a host, with `late` in the
-    order of a device.
+    `copies`: copy engines carry all messages, in the order of a device. Over several hosts they always carry those
+    inside a host; with `late` in the order of a device.
     """
     fused = isinstance(plan, FusedPlan)
     transport: Any
