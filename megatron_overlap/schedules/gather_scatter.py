@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Literal
 
 from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
@@ -63,7 +62,7 @@ def all_gather_plan(
     """Return the plan of `y = all_gather(x_shard) @ w.T` for one rank: own rows first, then slices in arrival order.
 
     The own slice needs no message, so its GEMM hides the first messages. Both patterns deliver slices in the order r-1,
-    r-2, ..., r+1. No message is pending during the last GEMM.
+    r-2, ..., r+1; if slices share a GEMM, in that of `_exchanges`. No message is pending during the last GEMM.
 
     Args:
         num_ranks: size of the group, 1 to 64.
@@ -74,8 +73,8 @@ def all_gather_plan(
             decomposed collective without overlap, for attribution.
         split: `all` computes every remote slice chunk by chunk. `edge` cuts only the last slice, the only exposed one:
             the other slices use one large GEMM each.
-        slices_per_gemm: the most remote slices that one GEMM computes. Above 1 only with pattern `direct` and one chunk
-            per rank.
+        slices_per_gemm: the most remote slices that one GEMM computes, rounded down to a power of two that divides
+            `num_ranks`. Above 1 only with pattern `direct` and one chunk per rank.
 
     Raises:
         ValueError: an argument is out of range.
@@ -84,20 +83,22 @@ def all_gather_plan(
     messages: list[Message] = []
     work = [Work(tuple(Chunk(rank, part) for part in range(chunks_per_rank)))]
     received: dict[Chunk, int] = {}
-    for distance in range(1, num_ranks):
-        owner = (rank - distance) % num_ranks
-        first = len(messages)
-        for part in range(chunks_per_rank):
-            if pattern == "ring":
-                forwarded, after = (owner + 1) % num_ranks, first - chunks_per_rank + part if distance > 1 else None
-                to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-                messages.append(Message(Chunk(forwarded, part), to, Chunk(owner, part), source, after_message=after))
-            else:
-                messages.append(Message(Chunk(rank, part), (rank + distance) % num_ranks, Chunk(owner, part), owner))
-            received[Chunk(owner, part)] = first + part
-    others = [(rank - distance) % num_ranks for distance in range(1, num_ranks)]
-    for owners in _grouped(others, slices_per_gemm):
-        for chunks in _gemms(owners, chunks_per_rank, split == "all" or owners[-1] == others[-1]):
+    following, preceding = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    exchanges = _exchanges(num_ranks, rank, slices_per_gemm, inside_first=True)
+    for exchange in exchanges:
+        for to, owner in exchange:
+            first = len(messages)
+            for part in range(chunks_per_rank):
+                chunk = Chunk(owner, part)
+                received[chunk] = len(messages)
+                if pattern == "ring":
+                    after = first - chunks_per_rank + part if first else None
+                    sent = Chunk((owner + 1) % num_ranks, part)
+                    messages.append(Message(sent, following, chunk, preceding, after_message=after))
+                else:
+                    messages.append(Message(Chunk(rank, part), to, chunk, owner))
+        owners = [owner for _, owner in exchange]
+        for chunks in _gemms(owners, chunks_per_rank, split == "all" or exchange is exchanges[-1]):
             work.append(Work(chunks, needs=tuple(sorted(received[chunk] for chunk in chunks))))
     if pattern == "serial" and num_ranks > 1:
         all_chunks = tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank))
@@ -134,18 +135,22 @@ def reduce_scatter_plan(
     work: list[Work] = []
     received: dict[Chunk, int] = {}
     ring = pattern == "ring"
-    others = [(rank - distance if ring else rank + distance) % num_ranks for distance in range(1, num_ranks)]
-    for owners in (*_grouped(others, slices_per_gemm), [rank]):
-        remote = owners != [rank]
-        for chunks in _gemms(owners, chunks_per_rank, remote and (split == "all" or owners[0] == others[0])):
+    following, preceding = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    exchanges = _exchanges(num_ranks, rank, slices_per_gemm)
+    for exchange in exchanges:
+        peers = {source if ring else to: (to, source) for to, source in exchange}
+        for chunks in _gemms(list(peers), chunks_per_rank, split == "all" or exchange is exchanges[0]):
             work.append(Work(chunks, adds=tuple(received[chunk] for chunk in chunks if chunk in received)))
-            for chunk in chunks if remote else ():
-                to, source, incoming = chunk.owner, (2 * rank - chunk.owner) % num_ranks, Chunk(rank, chunk.part)
-                if ring:
-                    to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-                    incoming = Chunk((chunk.owner - 1) % num_ranks, chunk.part)
-                    received[incoming] = len(messages)
-                messages.append(Message(chunk, to, incoming, source, after_work=len(work)))
+            for owner, (to, source) in peers.items():
+                for chunk in (chunk for chunk in chunks if chunk.owner == owner):
+                    if ring:
+                        incoming = Chunk((owner - 1) % num_ranks, chunk.part)
+                        received[incoming] = len(messages)
+                        messages.append(Message(chunk, following, incoming, preceding, after_work=len(work)))
+                    else:
+                        messages.append(Message(chunk, to, Chunk(rank, chunk.part), source, after_work=len(work)))
+    own = tuple(Chunk(rank, part) for part in range(chunks_per_rank))
+    work.append(Work(own, adds=tuple(received[chunk] for chunk in own if chunk in received)))
     if pattern == "serial" and num_ranks > 1:
         work = [Work(tuple(Chunk(owner, part) for owner in range(num_ranks) for part in range(chunks_per_rank)))]
         messages = [Message(m.send, m.to, m.recv, m.source, after_work=1) for m in messages]
@@ -171,17 +176,29 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
     return tuple(placed)
 
 
-def _grouped(owners: Sequence[int], size: int) -> list[list[int]]:
-    """Cut `owners`, consecutive ranks modulo the group, into groups of at most `size` with contiguous rows.
+def _exchanges(
+    num_ranks: int, rank: int, slices_per_gemm: int, *, inside_first: bool = False
+) -> list[list[tuple[int, int]]]:
+    """Return pairs of a rank to send to and a rank to receive from, in the order of messages, by GEMM.
 
-    The rows of the last and the first rank are not contiguous, so a group ends there.
+    For GEMMs of one slice: to r+1, r+2, ..., from r-1, r-2, .... Otherwise consecutive ranks form blocks of as many as
+    the largest GEMM has slices. A GEMM has the rows of another block, or of the half, quarter, ... of the own block
+    without r. All ranks have equally many GEMMs. No two ranks send message k to the same one.
+
+    Args:
+        num_ranks, rank, slices_per_gemm: see `all_gather_plan`.
+        inside_first: the smallest part of the own block comes first, and other blocks last; otherwise the reverse.
     """
-    around = next((at for at in range(1, len(owners)) if abs(owners[at] - owners[at - 1]) > 1), len(owners))
-    groups = []
-    for start, stop in ((0, around), (around, len(owners))):
-        bounds = start, *range(start + ((stop - start) % size or size), stop, size), stop
-        groups += [list(owners[first:last]) for first, last in pairwise(bounds) if first < last]
-    return groups
+    size = max(2**bits for bits in range(slices_per_gemm.bit_length()) if num_ranks % 2**bits == 0)
+    block, index = divmod(rank, size)
+
+    def exchange(distance: int, others: range) -> list[tuple[int, int]]:
+        to, source = ((block + each) * size % num_ranks for each in (distance, -distance))
+        return [(to + (index ^ other), source + (index ^ other)) for other in others]
+
+    outside = [exchange(distance, range(size)) for distance in range(1, num_ranks // size)]
+    inside = [exchange(0, range(2**bits, 2 ** (bits + 1))) for bits in range(size.bit_length() - 1)]
+    return inside + outside if inside_first else outside + inside[::-1]
 
 
 def _gemms(owners: Sequence[int], num_parts: int, cut: bool) -> list[Run]:
@@ -215,8 +232,8 @@ def all_reduce_plan(
             partial sums of part p+1.
         gathers: `between` sends sums as soon as they are ready. `after` sends all sums after the last partial sum, for
             a caller that overlaps them with later computation.
-        slices_per_gemm: the most other owners whose rows one GEMM computes, with split `all`. Above 1 only with one
-            part.
+        slices_per_gemm: the most other owners whose rows one GEMM computes, as in `all_gather_plan`, with split `all`.
+            Above 1 only with one part.
 
     Raises:
         ValueError: an argument is out of range.
@@ -228,7 +245,8 @@ def all_reduce_plan(
         raise ValueError(f"gathers: {gathers}: use between or after")
     messages: list[Message] = []
     work: list[Work] = []
-    peers = [((rank + distance) % num_ranks, (rank - distance) % num_ranks) for distance in range(1, num_ranks)]
+    exchanges = _exchanges(num_ranks, rank, slices_per_gemm)
+    peers = [peer for exchange in exchanges for peer in exchange]
     parts = range(chunks_per_rank)
     made: dict[Chunk, int] = {}
     partial_sums: dict[int, list[int]] = {part: [] for part in parts}
@@ -253,11 +271,12 @@ def all_reduce_plan(
     # Sums are sent one part late: the link then has partial sums to transfer while the owner adds.
     late = gathers == "between" and pattern != "serial"
     for part in parts:
-        runs, own = (
-            ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank, split, slices_per_gemm)
-        )
-        steps = [([run], [each for each in peers if Chunk(each[0], part) in run]) for run in runs]
-        for runs_of_step, peers_of_step in steps if split == "all" and steps else [(runs, peers)]:
+        runs, own = ([], []) if pattern == "serial" else _runs(num_ranks, rank, part, chunks_per_rank)
+        steps = [(runs, peers)]
+        if pattern != "serial" and split == "all":
+            steps = [([tuple(Chunk(to, part) for to, _ in sorted(each))], each) for each in exchanges]
+            own = [(Chunk(rank, part),)]
+        for runs_of_step, peers_of_step in steps:
             compute(runs_of_step)
             for to, source in peers_of_step:
                 chunk = Chunk(to, part)
@@ -273,16 +292,11 @@ def all_reduce_plan(
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
-def _runs(
-    num_ranks: int, rank: int, part: int, num_parts: int, split: Split, slices_per_gemm: int
-) -> tuple[list[Run], list[Run]]:
-    """Return the GEMMs of one part, as runs of rows: those before its partial sums are sent, then the own rows."""
+def _runs(num_ranks: int, rank: int, part: int, num_parts: int) -> tuple[list[Run], list[Run]]:
+    """Return the GEMMs of one part with split `edge`: those before its partial sums are sent, then the own rows."""
     own = Chunk(rank, part)
     above = tuple(Chunk(owner, part) for owner in range(rank + 1, num_ranks))
     below = tuple(Chunk(owner, part) for owner in range(rank))
-    if split == "all":
-        groups = _grouped([chunk.owner for chunk in above + below], slices_per_gemm)
-        return [tuple(Chunk(owner, part) for owner in sorted(owners)) for owners in groups], [(own,)]
     if part == 0:
         runs = [above[:1], above[1:], below] if above else [below[:1], below[1:]]
     elif part == num_parts - 1:

@@ -48,31 +48,33 @@ def test_proved_for_every_group_size(
         assert proof.peak_chunks_in_flight <= proof.num_messages
 
 
-@pytest.mark.parametrize("slices", [2, 3, 4])
+@pytest.mark.parametrize("slices", [2, 3, 4, 8])
 @pytest.mark.parametrize("collective", BUILDERS)
 def test_slices_that_share_a_gemm_are_proved(collective: str, slices: int) -> None:
-    """A rank has at most one GEMM more than the fewest possible. Its messages do not change."""
+    """All ranks have equally many GEMMs and the messages of separate slices, and send to different ranks at a time."""
     for num_ranks in DEFAULT_SIZES:
         group = plans(collective, num_ranks, split="edge", slices_per_gemm=slices)
         proof = check(group)
         assert proof.tail_free
         assert proof.num_messages == num_ranks - 1
-        fewest = 1 + -(-(num_ranks - 1) // slices)
+        size = max(size for size in (1, 2, 4, 8) if size <= slices and num_ranks % size == 0)
         for plan, alone in zip(group, plans(collective, num_ranks, split="edge"), strict=True):
             sizes = [len(work.chunks) for work in plan.work if work.chunks]
-            assert max(sizes) <= slices
-            assert fewest <= len(sizes) <= fewest + 1
-            assert [(m.send, m.to, m.recv, m.source) for m in plan.messages] == [
-                (m.send, m.to, m.recv, m.source) for m in alone.messages
-            ]
+            assert max(sizes) <= size
+            assert len(sizes) == num_ranks // size + size.bit_length() - 1
+            assert {(m.send, m.to) for m in plan.messages} == {(m.send, m.to) for m in alone.messages}
+            assert {(m.recv, m.source) for m in plan.messages} == {(m.recv, m.source) for m in alone.messages}
+        for messages in zip(*(plan.messages for plan in group), strict=True):
+            assert {message.to for message in messages} == set(range(num_ranks))
 
 
 def test_slices_of_one_gemm_are_one_run_of_rows() -> None:
-    owners = [[chunk.owner for chunk in work.chunks] for work in all_gather_plan(8, 3, slices_per_gemm=2).work]
-    assert owners == [[3], [2], [0, 1], [6, 7], [4, 5]]
-    scatter = reduce_scatter_plan(8, 3, slices_per_gemm=2)
-    assert [[chunk.owner for chunk in work.chunks] for work in scatter.work] == [[4, 5], [6, 7], [0], [1, 2], [3], []]
-    assert [message.after_work for message in scatter.messages] == [1, 1, 2, 2, 3, 4, 4]
+    gather, scatter = all_gather_plan(8, 5, slices_per_gemm=4), reduce_scatter_plan(8, 5, slices_per_gemm=4)
+    assert [[chunk.owner for chunk in work.chunks] for work in gather.work] == [[5], [4], [6, 7], [0, 1, 2, 3]]
+    assert [message.to for message in gather.messages] == [4, 7, 6, 1, 0, 3, 2]
+    assert [[chunk.owner for chunk in work.chunks] for work in scatter.work] == [[0, 1, 2, 3], [6, 7], [4], [5], []]
+    assert [message.to for message in scatter.messages] == [1, 0, 3, 2, 7, 6, 4]
+    assert [message.after_work for message in scatter.messages] == [1, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("collective", BUILDERS)

@@ -111,13 +111,12 @@ class LinearPlan:
         Raises:
             ValueError: the pattern is `ring`.
         """
-        depth = depth if gathers == "between" else 0
-        parts = self.chunks_per_rank or default_parts(num_rows, transport.size, depth, on_device=transport.on_device)
+        hides = depth if gathers == "between" else 0
+        parts = self.chunks_per_rank or default_parts(num_rows, transport.size, hides, on_device=transport.on_device)
         # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
-        # As in a reduce-scatter, work that follows hides the messages.
-        joined = gathers == "after" and transport.copy_engines
+        joined = transport.copy_engines and _joins(depth, work_follows=gathers == "after")
         return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, joined)
 
 
@@ -172,8 +171,9 @@ class P2PMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
-        shallow = a.shape[1] <= SHALLOW_DEPTH
-        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
+        depth, follows = a.shape[1], meanwhile is not None
+        joined, early = _joins(depth, work_follows=follows), depth <= SHALLOW_DEPTH
+        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=follows, joined=joined, add_early=early)
         scatter.compute(self._gemm_rows(a, b, scatter.rows), meanwhile)
         return scatter
 
@@ -184,13 +184,19 @@ class P2PMethod(LinearMethod):
         return scatter
 
     def begin_scatter(
-        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool = False, add_early: bool = False
+        self,
+        like: torch.Tensor,
+        features: int,
+        op: str,
+        *,
+        work_follows: bool = False,
+        joined: bool = False,
+        add_early: bool = False,
     ) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of rows `[like.shape[0], features]`, which the caller computes."""
         num_rows, row_bytes = like.shape[0], features * like.itemsize
-        # Work that follows hides the messages. Without it they begin earlier after a GEMM of one slice.
         schedule, layout = self.plan.schedule(
-            "reduce_scatter", self.transport, num_rows, row_bytes, like.device, joined=work_follows
+            "reduce_scatter", self.transport, num_rows, row_bytes, like.device, joined=joined
         )
         out = like.new_empty(layout.shard_rows(self.rank), features)
         tree = self.plan.tree
@@ -317,6 +323,14 @@ class P2PGather:
             for start, stop in self._spans.joined():
                 rows = tuple(full[start:stop] for full in self._full)
                 self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
+
+
+def _joins(depth: int, *, work_follows: bool) -> bool:
+    """Whether the slices of a GEMM over `depth` features before a reduction may share a GEMM.
+
+    Where messages take longer than the GEMM and nothing follows, they begin earlier after a GEMM of one slice.
+    """
+    return work_follows or depth > SHALLOW_DEPTH
 
 
 @lru_cache(maxsize=256)

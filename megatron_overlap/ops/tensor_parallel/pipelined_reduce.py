@@ -45,7 +45,7 @@ class _ScatteredRows(WorkRows):
             # Where the receiver has the rows: it receives from this rank in the same order, of other owners before it.
             first = num_sent
             if by_source:
-                before = (message.to - plan.rank) % plan.num_ranks - 1
+                before = len(transfers) // plan.chunks_per_rank
                 first = before * layout.shard_rows(message.to) + layout.rows_in_shard(message.send)[0]
             num_sent += stop - start
             if hidden and plan.pattern != "ring":
@@ -279,7 +279,7 @@ class _SummedRows(WorkRows):
             if message.recv.owner != plan.rank:
                 continue
             num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
-            if message.to == (plan.rank + 1) % plan.num_ranks and num_rows == longest:
+            if len(self.received) % (plan.num_ranks - 1) == 0 and num_rows == longest:
                 of_chunk = terms[first : first + (plan.num_ranks - 1) * longest]
                 of_chunk = of_chunk.unflatten(0, (plan.num_ranks - 1, longest))
                 self.terms_of[k] = of_chunk, of_chunk[:-1], of_chunk[-1:]

@@ -224,7 +224,7 @@ class Linear:
             return self._fastest("collective", [steps])
         streams, rail, shard_bytes = [], self._nodes.scatter(0), self._shard_bytes(n)
         concurrent = self._queued or len(rail.work) == 1  # see `LinearMethod.concurrent`
-        for plan in self._inside(0)._plans("reduce_scatter", n, joined=wgrad):
+        for plan in self._inside(0)._plans("reduce_scatter", n, joined=wgrad or k > SHALLOW_DEPTH):
             stream, sums = Stream(), list[int]()
             wgrads = self._wgrads(stream) if wgrad else repeat(None)
             next(wgrads)

@@ -71,7 +71,7 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
     if case.layer != "fc2":
         assert took.one <= took.bound
     else:
-        assert took.one <= 0.77 * (took.compute + took.communication)
+        assert took.one <= 0.76 * (took.compute + took.communication)
     if case.layer == "proj":  # the first kernel adds all terms but the last, before that one arrives
         assert sum(op.label == "add_terms" for op in devices[0].ops) == 2
     chunk_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
@@ -85,11 +85,15 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
         ("qkv", "forward", 8192, "copies", 8, False),
         ("qkv", "forward", 4096, "nccl", 9, False),  # the last slice is cut
         ("fc2", "backward", 4096, "copies", 5, False),
+        ("qkv", "backward", 4096, "copies", 5, False),
         ("fc1", "backward", 4096, "copies", 5, False),
         ("fc1", "backward", 4096, "nccl", 8, False),
-        ("fc2", "forward", 4096, "copies", 8, False),  # no work follows that hides the messages
-        ("fc1", "backward", 4096, "copies", 5, True),
-        ("fc2", "forward", 4096, "copies", 8, True),
+        ("fc2", "forward", 4096, "copies", 5, False),
+        ("fc2", "forward", 4096, "nccl", 8, False),
+        ("proj", "forward", 4096, "copies", 8, False),  # the messages take longer than the GEMMs
+        ("qkv", "backward", 4096, "copies", 5, True),
+        ("fc2", "forward", 4096, "copies", 5, True),
+        ("proj", "forward", 4096, "copies", 8, True),
     ],
 )
 def test_short_slices_share_a_gemm_beside_copy_engines(
@@ -108,16 +112,17 @@ def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: s
 @pytest.mark.parametrize("transport", ["nccl", "copies"])
 @pytest.mark.parametrize("layer", ["proj", "fc2"])
 def test_the_kernels_of_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str, transport: str) -> None:
-    """Forward launches a GEMM for each slice, of which the first is cut into the chunks of a rank, and the sum.
+    """Forward launches its GEMMs and the sum. The first slice is cut into the chunks of a rank.
 
     After shallow GEMMs, which end before the messages, a first kernel adds all terms but the last.
     """
     device = record(monkeypatch, Case(layer, 4096, "forward"), transport)[0]
     labels = [op.label for op in device.ops if op.kind == "work"]
     chunks = default_chunks("reduce_scatter", RANKS, 4096, 2 * 4096, copy_engines=transport == "copies")
+    gemms = 5 if (layer, transport) == ("fc2", "copies") else RANKS - 1 + chunks
     sums = {"proj": 2, "fc2": 1}[layer]
     assert [label for label in labels if not label.startswith("mm")] == ["add_terms"] * sums
-    assert len(labels) == (RANKS - 1 + chunks) + sums
+    assert len(labels) == gemms + sums
 
 
 @pytest.mark.parametrize("layer", ["qkv", "fc1"])
