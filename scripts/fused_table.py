@@ -9,6 +9,7 @@ python scripts/fused_table.py --check     exit code 1 if a kernel fails a check
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import sys
 import tempfile
@@ -133,7 +134,9 @@ def edited(edit: str) -> str:
     """Copy the kernels with one edit, `module|old|new`, and return the name of the copied package."""
     module, old, new = edit.split("|")
     source = Path(kernels.__file__).parent
-    folder = Path(tempfile.mkdtemp(prefix="edited-"))
+    made = tempfile.TemporaryDirectory(prefix="edited-")
+    atexit.register(made.cleanup)
+    folder = Path(made.name)
     if not (source / (module.replace(".", "/") + ".py")).is_file():
         raise SystemExit(f"--edit: {module}: no such module in {PACKAGE}")
     for file in source.rglob("*.py"):

@@ -21,6 +21,8 @@ settings.load_profile("any machine")
 @pytest.fixture(scope="session", autouse=True)
 def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All workers of pytest-xdist fork from the same servers, whose imports take seconds."""
+    # A fork ends without removing its copies of the package; pytest removes its own folders.
+    os.environ["COPIES_FOLDER"] = str(tmp_path_factory.mktemp("copies"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the other workers use the other cores
         SERVERS.folder = tmp_path_factory.getbasetemp().parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import shutil
 import sys
 import tempfile
@@ -31,7 +32,7 @@ def load(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
         return importlib.import_module(f"{_NAME}.{module}")
     name = "mutant_" + hashlib.sha256(repr(edits).encode()).hexdigest()[:12]
     if name not in sys.modules:
-        folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+        folder = Path(tempfile.mkdtemp(prefix="mutant-", dir=os.environ.get("COPIES_FOLDER")))
         source = Path(megatron_overlap.__file__).parent
         shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         for edit in edits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ def modelled(module: str, edits: Sequence[Edit] = ()) -> ModuleType:
     """`megatron_overlap.kernels.<module>` on the model. `edits` name modules relative to `kernels`."""
     name = "modelled_" + hashlib.sha256(repr(tuple(edits)).encode()).hexdigest()[:12]
     if name not in sys.modules:
-        folder = Path(tempfile.mkdtemp(prefix="modelled-"))
+        folder = Path(tempfile.mkdtemp(prefix="modelled-", dir=os.environ.get("COPIES_FOLDER")))
         (folder / name).mkdir()
         (folder / name / "__init__.py").touch()
         for each in _MODULES:

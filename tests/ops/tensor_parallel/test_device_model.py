@@ -93,6 +93,7 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
         ("proj", "forward", 4096, "copies", 8, False),  # the messages take longer than the GEMMs
         ("qkv", "backward", 4096, "copies", 5, True),
         ("fc2", "forward", 4096, "copies", 5, True),
+        ("fc2", "forward", 4096, "nccl", 8, True),
         ("proj", "forward", 4096, "copies", 8, True),
     ],
 )
