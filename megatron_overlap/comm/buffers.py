@@ -34,14 +34,23 @@ class BufferPool:
         self.derived: dict[Any, Any] = {}
         self.in_use: set[str] = set()
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
-        """Return a contiguous tensor of `shape` with the dtype and device of `like` and undefined content.
+    def take(
+        self,
+        name: str,
+        shape: Sequence[int],
+        like: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        symmetric: bool = False,
+    ) -> torch.Tensor:
+        """Return a contiguous tensor of `shape` with the device of `like` and undefined content.
 
         Args:
+            dtype: of the tensor; None: that of `like`.
             symmetric: all ranks take this name with the same size at the same operation. A pool of symmetric memory
                 returns the same address on all ranks.
         """
-        key = (name, like.dtype, like.device, symmetric)
+        key = (name, dtype or like.dtype, like.device, symmetric)
         self._content.pop(key[:3], None)
         taken = self._taken.get((key, *shape))
         if taken is not None:
@@ -57,7 +66,7 @@ class BufferPool:
                 del storage
                 self._storage.pop(key, None)
                 self.forget()
-                storage = self._storage[key] = self._allocate(name, capacity, like, symmetric=symmetric)
+                storage = self._storage[key] = self._allocate(name, capacity, *key[1:3], symmetric=symmetric)
             taken = storage[:size].view(*shape)
         # Shapes that never repeat must not add up.
         if len(self._taken) >= _MAX_TENSORS:
@@ -65,10 +74,12 @@ class BufferPool:
         self._taken[key, *shape] = taken
         return taken
 
-    def _allocate(self, name: str, capacity: int, like: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
+    def _allocate(
+        self, name: str, capacity: int, dtype: torch.dtype, device: torch.device, *, symmetric: bool
+    ) -> torch.Tensor:
         """Return a new buffer of `capacity` elements."""
         with self._within():
-            return torch.empty(capacity, dtype=like.dtype, device=like.device)
+            return torch.empty(capacity, dtype=dtype, device=device)
 
     def _replace(self, buffer: torch.Tensor | None) -> None:
         """Called with a buffer before a larger one takes its place; None for a new name."""

@@ -20,7 +20,7 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Repeated, RepeatedTransfers, Transfer
 from megatron_overlap.ops.call import repeated
-from megatron_overlap.ops.wgrad import add_terms, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import add_terms, add_wide
 from megatron_overlap.schedules import Chunk, ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 
 # One piece remains to be added after the last message: about 1 ms of a CPU core.
@@ -203,7 +203,7 @@ class Reduction:
         buffer_pool = self._owner.transport.buffer_pool
         for start in range(0, own.numel(), _BLOCK):
             block = slice(start, start + _BLOCK)
-            total = buffer_pool.take("bucket_sum", own[block].shape, like_fp32(own))
+            total = buffer_pool.take("bucket_sum", own[block].shape, own, dtype=torch.float32)
             total.copy_(own[block])
             for term in terms:
                 add_wide(total, term[block], buffer_pool)

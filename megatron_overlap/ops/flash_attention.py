@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.wgrad import add_wide, like_fp32
+from megatron_overlap.ops.wgrad import add_wide
 
 _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -250,7 +250,7 @@ class KeyGradients:
         if not added or like.element_size() >= 4:
             self._totals = like.new_empty(shape), like.new_empty(shape)
         else:
-            dk, dv = buffer_pool.take("key_gradients", (2, *shape), like_fp32(like))
+            dk, dv = buffer_pool.take("key_gradients", (2, *shape), like, dtype=torch.float32)
             self._totals = dk, dv
         for total in self._totals if added else ():
             total.zero_()

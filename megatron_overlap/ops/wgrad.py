@@ -130,7 +130,7 @@ class ProductSum:
         if not self._in_fp32:
             return self.out
         if self._fp32_sum is None:
-            self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, like_fp32(self.out))
+            self._fp32_sum = self._buffer_pool.take(self._name, self.out.shape, self.out, dtype=torch.float32)
             self._fp32_sum.copy_(self.out)
         return self._fp32_sum
 
@@ -307,8 +307,3 @@ def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor
     if divisor == 1:
         return torch.add(terms.sum(0, dtype=torch.float32), own, out=out)
     return out.copy_(terms.sum(0, dtype=torch.float32).add_(own).div_(divisor))
-
-
-def like_fp32(like: torch.Tensor) -> torch.Tensor:
-    """An empty fp32 tensor on the device of `like`: the `like` argument of `BufferPool.take`."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ class _LateWork:
 
 
 class _PoisonedHeap(HeapPool):
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
-        return super().take(name, shape, like, symmetric=symmetric).fill_(float("nan"))
+    def take(self, *args: Any, **options: Any) -> torch.Tensor:
+        return super().take(*args, **options).fill_(float("nan"))
 
 
 def device_copies(ranks: HostGroup, *, on_device: bool = True) -> CopyTransport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from megatron_overlap.comm.transport import P2PWork, Transfer
 class PoisonedPool(BufferPool):
     """Fills every buffer that it gives out with NaN (integers: the largest value)."""
 
-    def take(self, name: str, shape: Sequence[int], like: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
-        buffer = super().take(name, shape, like, symmetric=symmetric)
-        return buffer.fill_(float("nan") if like.dtype.is_floating_point else torch.iinfo(like.dtype).max)
+    def take(self, *args: Any, **options: Any) -> torch.Tensor:
+        buffer = super().take(*args, **options)
+        return buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max)
 
 
 def poisoned_transport(group: dist.ProcessGroup) -> GlooTransport:

@@ -63,16 +63,18 @@ class HeapPool(BufferPool):
         if self.captured and buffer is not None:
             self._of_graphs.append((buffer, self.buffer_of(buffer)))
 
-    def _allocate(self, name: str, capacity: int, like: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
+    def _allocate(
+        self, name: str, capacity: int, dtype: torch.dtype, device: torch.device, *, symmetric: bool
+    ) -> torch.Tensor:
         """See `BufferPool`.
 
         Raises TransportError if the ranks took different symmetric buffers, or during a capture.
         """
         if not (symmetric and capacity):
-            return super()._allocate(name, capacity, like, symmetric=symmetric)
-        self._buffers.pop((name, like.dtype), None)  # on a host the memory is freed with it
-        buffer = self._buffers[name, like.dtype] = self._map(name, like.dtype, capacity * like.itemsize)
-        return buffer.data[self._backend.rank].view(like.dtype)
+            return super()._allocate(name, capacity, dtype, device, symmetric=symmetric)
+        self._buffers.pop((name, dtype), None)  # on a host the memory is freed with it
+        buffer = self._buffers[name, dtype] = self._map(name, dtype, capacity * dtype.itemsize)
+        return buffer.data[self._backend.rank].view(dtype)
 
     def _map(self, name: str, dtype: torch.dtype, num_bytes: int) -> SymmetricBuffer:
         backend = self._backend

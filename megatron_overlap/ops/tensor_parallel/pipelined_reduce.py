@@ -14,7 +14,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
-from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide, like_fp32
+from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide
 from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
 
 
@@ -23,7 +23,9 @@ class _ScatteredRows(WorkRows):
 
     Attributes:
         of_partial: by work of the plan.
-        of_sources: received rows by source, `[R - 1, own rows, F]`; of a ring `[rows, F]`.
+        terms: received rows by source, `[R - 1, own rows, F]`, unless of a ring: all, those before the last source,
+            and those of the last source.
+        first_messages: those before the last source.
         received: by message.
     """
 
@@ -36,7 +38,9 @@ class _ScatteredRows(WorkRows):
         by_source = bool(plan.messages) and plan.pattern != "ring"
         lengths = [layout.num_chunk_rows(message.recv) for message in plan.messages]
         of_this_rank = terms[: sum(lengths)]
-        self.of_sources = of_this_rank.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else of_this_rank
+        every = of_this_rank.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else of_this_rank
+        self.terms = every, every[:-1], every[-1:]
+        self.first_messages = range(len(plan.messages) - plan.chunks_per_rank)
         self.received = of_this_rank.split(lengths)
         num_sent = 0
         transfers: list[Transfer] = []
@@ -181,7 +185,7 @@ class PipelinedReduceScatter:
             waiting.setdefault(messages[k].recv.part, []).append(k)
         total = out
         if out.element_size() < 4 and any(len(terms) > 1 for terms in waiting.values()):
-            total = self._buffer_pool.take("sum", out.shape, like_fp32(out))
+            total = self._buffer_pool.take("sum", out.shape, out, dtype=torch.float32)
             total.copy_(out)
         while waiting:
             part = next(
@@ -200,11 +204,13 @@ class PipelinedReduceScatter:
 
     def _add_on_device(self) -> torch.Tensor:
         """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
-        out, terms, own = self.out, self.rows.of_sources, self.out
-        if self._add_early and len(terms) > 1:
-            self._p2p_work.wait(*range(len(self._received) - self._plan.chunks_per_rank))
-            own = add_terms(terms[:-1], out, self._buffer_pool.take("sum", out.shape, like_fp32(out)))
-            terms = terms[-1:]
+        own = out = self.out
+        terms, first_terms, last_term = self.rows.terms
+        if self._add_early and self._plan.num_ranks > 2:
+            self._p2p_work.wait(*self.rows.first_messages)
+            own = self._buffer_pool.take("sum", out.shape, out, dtype=torch.float32)
+            add_terms(first_terms, out, own)
+            terms = last_term
         self._p2p_work.wait_all()
         return add_terms(terms, own, out)
 
@@ -437,7 +443,8 @@ class PipelinedAllReduce:
             total = own
             if early and len(adds) > 1:
                 self._p2p_work.wait(*adds[:-1])
-                total = add_terms(first_terms, own, self._buffer_pool.take("sum", own.shape, like_fp32(own)))
+                total = self._buffer_pool.take("sum", own.shape, own, dtype=torch.float32)
+                add_terms(first_terms, own, total)
                 every = last_term
             self._p2p_work.wait(*adds)
             add_terms(every, total, out)
@@ -450,7 +457,7 @@ class PipelinedAllReduce:
             return
         total = own
         if len(adds) > 1 and own.element_size() < 4:
-            total = self._buffer_pool.take("sum", own.shape, like_fp32(own))
+            total = self._buffer_pool.take("sum", own.shape, own, dtype=torch.float32)
             total.copy_(own)
         for k in adds:
             self._p2p_work.wait(k)
