@@ -84,7 +84,7 @@ def all_gather_plan(
     work = [Work(tuple(Chunk(rank, part) for part in range(chunks_per_rank)))]
     received: dict[Chunk, int] = {}
     following, preceding = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-    exchanges = _exchanges(num_ranks, rank, slices_per_gemm, inside_first=True)
+    exchanges = _exchanges(num_ranks, rank, slices_per_gemm)
     for exchange in exchanges:
         for to, owner in exchange:
             first = len(messages)
@@ -176,18 +176,12 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
     return tuple(placed)
 
 
-def _exchanges(
-    num_ranks: int, rank: int, slices_per_gemm: int, *, inside_first: bool = False
-) -> list[list[tuple[int, int]]]:
+def _exchanges(num_ranks: int, rank: int, slices_per_gemm: int) -> list[list[tuple[int, int]]]:
     """Return pairs of a rank to send to and a rank to receive from, in the order of messages, by GEMM.
 
     For GEMMs of one slice: to r+1, r+2, ..., from r-1, r-2, .... Otherwise consecutive ranks form blocks of as many as
-    the largest GEMM has slices. A GEMM has the rows of another block, or of the half, quarter, ... of the own block
-    without r. All ranks have equally many GEMMs. No two ranks send message k to the same one.
-
-    Args:
-        num_ranks, rank, slices_per_gemm: see `all_gather_plan`.
-        inside_first: the smallest part of the own block comes first, and other blocks last; otherwise the reverse.
+    the largest GEMM has slices. The first GEMMs have the rows of 1, 2, 4, ... ranks of the own block, the others those
+    of another block each. All ranks have equally many GEMMs. No two ranks send message k to the same one.
     """
     size = max(2**bits for bits in range(slices_per_gemm.bit_length()) if num_ranks % 2**bits == 0)
     block, index = divmod(rank, size)
@@ -198,7 +192,7 @@ def _exchanges(
 
     outside = [exchange(distance, range(size)) for distance in range(1, num_ranks // size)]
     inside = [exchange(0, range(2**bits, 2 ** (bits + 1))) for bits in range(size.bit_length() - 1)]
-    return inside + outside if inside_first else outside + inside[::-1]
+    return inside + outside
 
 
 def _gemms(owners: Sequence[int], num_parts: int, cut: bool) -> list[Run]:

@@ -10,9 +10,9 @@ from megatron_overlap.schedules.plan import Collective, Pattern, Small, part_wei
 # With fewer rows a bf16 GEMM loses more than 5 % per row, and one more cut hides less than that. Measured with oneDNN
 # on AVX-512: 256 rows 0-1 %, 128 rows 3-7 %, 64 rows 11-20 %.
 MIN_CHUNK_ROWS = 128
-# Slices with fewer rows share a GEMM on a device. On an H100 a layer of eight slices of 1,024 rows took 0.66 to 0.88 of
-# the time without overlap, of 256 rows 0.88 to 0.95, and of 128 rows 1.35 to 1.41: such GEMMs only read their weight.
-_MIN_DEVICE_ROWS = 1024
+# The most rows of slices that share a GEMM. On an H100 a layer of eight slices of 1,024 rows took 0.66 to 0.88 of the
+# time without overlap, of 256 rows 0.88 to 0.95, and of 128 rows 1.35 to 1.41: such GEMMs only read their weight.
+_MAX_SHARED_ROWS = 1024
 # Of an all-gather of one part by copy engines, to one rank. The fixed time of a smaller copy is longer than what a GEMM
 # gains from the SMs of NCCL. Modelled for H100 (`configs/clusters/h100_dgx.yaml`), not measured.
 MIN_COPY_BYTES = 8 << 20
@@ -78,9 +78,15 @@ def default_chunks(
     return most_parts(min(most, _MAX_PARTS), num_rows // num_ranks, smallest, "last")
 
 
-def default_slices_per_gemm(num_ranks: int, num_rows: int) -> int:
-    """Return the most slices of one GEMM beside copy engines: a half of all at most, so that messages are hidden."""
-    return max(1, min(_MIN_DEVICE_ROWS // max(1, num_rows // num_ranks), num_ranks // 2))
+def default_slices_per_gemm(num_ranks: int, num_rows: int, *, hidden: bool) -> int:
+    """Return the most slices of one GEMM beside copy engines: a half of all at most, so that messages are hidden.
+
+    `hidden`: the GEMM of the own rows, or work that follows, hides messages. Otherwise they begin earlier after a GEMM
+    of fewer slices.
+    """
+    slice_rows = max(1, num_rows // num_ranks)
+    most = _MAX_SHARED_ROWS // slice_rows if hidden else min(2, _MAX_SHARED_ROWS // 2 // slice_rows)
+    return max(1, min(most, num_ranks // 2))
 
 
 def default_parts(num_rows: int, num_ranks: int, depth: int, *, on_device: bool) -> int:

@@ -27,7 +27,7 @@ class Gpu:
     Attributes:
         num_sms: SMs of the device.
         sm_flops: rate of one SM in a GEMM.
-        tile: rows and columns of a GEMM tile.
+        tiles: rows and columns of GEMM tiles, and their rates.
         memory: rate of memory, of a kernel and of a local copy by a copy engine.
         link: rate of one direction of the link, shared by the messages of a rank; also of copies from a peer.
         latency_s: fixed part of a kernel, a copy or a message, in seconds.
@@ -37,7 +37,7 @@ class Gpu:
 
     num_sms: int = 132
     sm_flops: float = 5e12
-    tile: tuple[int, int] = (128, 256)
+    tiles: tuple[tuple[int, int, float], ...] = ((128, 256, 1), (128, 128, 0.92), (64, 128, 0.75))
     memory: float = 2.5e12
     link: float = 350e9
     latency_s: float = 5e-6
@@ -46,8 +46,10 @@ class Gpu:
 
     def gemm_s(self, m: int, n: int, k: int) -> float:
         """Duration of a GEMM: full waves of tiles."""
-        waves = ceil(ceil(m / self.tile[0]) * ceil(n / self.tile[1]) / self.num_sms)
-        return self.latency_s + waves * 2 * self.tile[0] * self.tile[1] * k / self.sm_flops
+        return self.latency_s + min(
+            ceil(ceil(m / rows) * ceil(n / columns) / self.num_sms) * 2 * rows * columns * k / (rate * self.sm_flops)
+            for rows, columns, rate in self.tiles
+        )
 
     def attention_s(self, m: int, n: int, width: int, *, backward: bool) -> float:
         """Duration of attention of m queries with n visible keys, at the rate of a GEMM; `width` is of all heads."""

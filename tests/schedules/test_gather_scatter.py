@@ -71,10 +71,10 @@ def test_slices_that_share_a_gemm_are_proved(collective: str, slices: int) -> No
 def test_slices_of_one_gemm_are_one_run_of_rows() -> None:
     gather, scatter = all_gather_plan(8, 5, slices_per_gemm=4), reduce_scatter_plan(8, 5, slices_per_gemm=4)
     assert [[chunk.owner for chunk in work.chunks] for work in gather.work] == [[5], [4], [6, 7], [0, 1, 2, 3]]
-    assert [message.to for message in gather.messages] == [4, 7, 6, 1, 0, 3, 2]
-    assert [[chunk.owner for chunk in work.chunks] for work in scatter.work] == [[0, 1, 2, 3], [6, 7], [4], [5], []]
-    assert [message.to for message in scatter.messages] == [1, 0, 3, 2, 7, 6, 4]
-    assert [message.after_work for message in scatter.messages] == [1, 1, 1, 1, 2, 2, 3]
+    assert [[chunk.owner for chunk in work.chunks] for work in scatter.work] == [[4], [6, 7], [0, 1, 2, 3], [5], []]
+    assert [message.after_work for message in scatter.messages] == [1, 2, 2, 3, 3, 3, 3]
+    for plan in (gather, scatter):
+        assert [message.to for message in plan.messages] == [4, 7, 6, 1, 0, 3, 2]
 
 
 @pytest.mark.parametrize("collective", BUILDERS)

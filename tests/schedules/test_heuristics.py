@@ -40,11 +40,22 @@ def test_fixed_settings_leave_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "slices"),
-    [(8, 8192, 1), (8, 4096, 2), (8, 2048, 4), (8, 64, 4), (4, 1024, 2), (3, 30, 1), (2, 64, 1), (1, 64, 1), (8, 0, 4)],
+    ("ranks", "rows", "hidden", "exposed"),
+    [
+        (8, 8192, 1, 1),
+        (8, 4096, 2, 1),
+        (8, 2048, 4, 2),
+        (8, 64, 4, 2),
+        (4, 1024, 2, 2),
+        (3, 30, 1, 1),
+        (2, 64, 1, 1),
+        (1, 64, 1, 1),
+        (8, 0, 4, 2),
+    ],
 )
-def test_slices_with_few_rows_share_a_gemm(ranks: int, rows: int, slices: int) -> None:
-    assert default_slices_per_gemm(ranks, rows) == slices
+def test_slices_with_few_rows_share_a_gemm(ranks: int, rows: int, hidden: int, exposed: int) -> None:
+    assert default_slices_per_gemm(ranks, rows, hidden=True) == hidden
+    assert default_slices_per_gemm(ranks, rows, hidden=False) == exposed
 
 
 def place(ranks: int, rank: int, copy_engines: bool = False) -> Transport:

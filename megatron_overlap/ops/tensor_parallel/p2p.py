@@ -79,14 +79,14 @@ class LinearPlan:
         row_bytes: int,
         device: torch.device,
         *,
-        joined: bool = False,
+        hidden: bool | None = None,
     ) -> tuple[Plan, ChunkLayout]:
         """The schedule of one rank for `num_rows` gathered rows of `row_bytes` each, and the rows of its chunks.
 
-        `joined`: where copy engines carry the messages, one GEMM computes several short slices.
+        `hidden`: see `default_slices_per_gemm`; None: no GEMM computes several slices.
         """
         size, rank, engines = transport.size, transport.rank, transport.copy_engines
-        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines, joined)
+        return _schedule(self, collective, size, rank, num_rows, row_bytes, device.type, engines, hidden)
 
     def fewest_rows(self, op: str, num_ranks: int, num_rows: int, row_bytes: int, device: torch.device) -> int:
         """Rows of the smallest GEMM of the forward pass of `op`, with `num_rows` gathered rows of `row_bytes` each."""
@@ -111,13 +111,13 @@ class LinearPlan:
         Raises:
             ValueError: the pattern is `ring`.
         """
-        hides = depth if gathers == "between" else 0
-        parts = self.chunks_per_rank or default_parts(num_rows, transport.size, hides, on_device=transport.on_device)
+        depth = depth if gathers == "between" else 0
+        parts = self.chunks_per_rank or default_parts(num_rows, transport.size, depth, on_device=transport.on_device)
         # On a device one GEMM for each owner: with fewer, some ranks send later than others, and messages wait.
         split = self.split or ("all" if transport.on_device else "edge")
         pattern = self.pattern or "direct"
-        joined = transport.copy_engines and _joins(depth, work_follows=gathers == "after")
-        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, joined)
+        engines = transport.copy_engines
+        return _all_reduce_schedule(transport.size, transport.rank, parts, num_rows, pattern, split, gathers, engines)
 
 
 _DEFAULT_PLAN = LinearPlan()
@@ -171,9 +171,8 @@ class P2PMethod(LinearMethod):
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
     ) -> PipelinedReduceScatter:
-        depth, follows = a.shape[1], meanwhile is not None
-        joined, early = _joins(depth, work_follows=follows), depth <= SHALLOW_DEPTH
-        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=follows, joined=joined, add_early=early)
+        shallow = a.shape[1] <= SHALLOW_DEPTH
+        scatter = self.begin_scatter(a, b.shape[1], op, work_follows=meanwhile is not None, add_early=shallow)
         scatter.compute(self._gemm_rows(a, b, scatter.rows), meanwhile)
         return scatter
 
@@ -184,19 +183,12 @@ class P2PMethod(LinearMethod):
         return scatter
 
     def begin_scatter(
-        self,
-        like: torch.Tensor,
-        features: int,
-        op: str,
-        *,
-        work_follows: bool = False,
-        joined: bool = False,
-        add_early: bool = False,
+        self, like: torch.Tensor, features: int, op: str, *, work_follows: bool = False, add_early: bool = False
     ) -> PipelinedReduceScatter:
         """Starts the reduce-scatter of rows `[like.shape[0], features]`, which the caller computes."""
         num_rows, row_bytes = like.shape[0], features * like.itemsize
         schedule, layout = self.plan.schedule(
-            "reduce_scatter", self.transport, num_rows, row_bytes, like.device, joined=joined
+            "reduce_scatter", self.transport, num_rows, row_bytes, like.device, hidden=work_follows
         )
         out = like.new_empty(layout.shard_rows(self.rank), features)
         tree = self.plan.tree
@@ -234,7 +226,7 @@ class P2PGather:
         payload = self._gemm.encode(shard)
         self._num_rows, self._like = num_rows, shard
         row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
-        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device, joined=True)
+        schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device, hidden=True)
         # Copies land in buffers of the transport: rows to save are copied from there.
         self._saves_copy = save and transport.prepares
         is_new = save and not self._saves_copy
@@ -325,14 +317,6 @@ class P2PGather:
                 self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
 
 
-def _joins(depth: int, *, work_follows: bool) -> bool:
-    """Whether the slices of a GEMM over `depth` features before a reduction may share a GEMM.
-
-    Where messages take longer than the GEMM and nothing follows, they begin earlier after a GEMM of one slice.
-    """
-    return work_follows or depth > SHALLOW_DEPTH
-
-
 @lru_cache(maxsize=256)
 def _schedule(
     plan: LinearPlan,
@@ -343,7 +327,7 @@ def _schedule(
     row_bytes: int,
     device: str,
     copy_engines: bool = False,
-    joined: bool = False,
+    hidden: bool | None = None,
 ) -> tuple[Plan, ChunkLayout]:
     chunks = plan.chunks_per_rank
     if chunks is None:
@@ -353,19 +337,19 @@ def _schedule(
     build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
     pattern = plan.pattern or default_pattern(device)
     slices = 1
-    if joined and copy_engines and chunks == 1 and pattern == "direct" and split == "edge":
-        slices = default_slices_per_gemm(size, num_rows)
+    if hidden is not None and copy_engines and chunks == 1 and pattern == "direct" and split == "edge":
+        slices = default_slices_per_gemm(size, num_rows, hidden=hidden)
     schedule = build(size, rank, chunks_per_rank=chunks, pattern=pattern, split=split, slices_per_gemm=slices)
     return schedule, schedule.layout(num_rows)
 
 
 @lru_cache(maxsize=256)
 def _all_reduce_schedule(
-    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers, joined: bool
+    size: int, rank: int, parts: int, num_rows: int, pattern: Pattern, split: Split, gathers: Gathers, engines: bool
 ) -> tuple[Plan, PartLayout]:
-    slices = (
-        default_slices_per_gemm(size, num_rows) if joined and (parts, pattern, split) == (1, "direct", "all") else 1
-    )
+    slices = 1
+    if engines and (parts, pattern, split) == (1, "direct", "all"):
+        slices = default_slices_per_gemm(size, num_rows, hidden=gathers == "after")
     plan = all_reduce_plan(
         size, rank, chunks_per_rank=parts, pattern=pattern, split=split, gathers=gathers, slices_per_gemm=slices
     )

@@ -224,7 +224,7 @@ class Linear:
             return self._fastest("collective", [steps])
         streams, rail, shard_bytes = [], self._nodes.scatter(0), self._shard_bytes(n)
         concurrent = self._queued or len(rail.work) == 1  # see `LinearMethod.concurrent`
-        for plan in self._inside(0)._plans("reduce_scatter", n, joined=wgrad or k > SHALLOW_DEPTH):
+        for plan in self._inside(0)._plans("reduce_scatter", n, hidden=wgrad):
             stream, sums = Stream(), list[int]()
             wgrads = self._wgrads(stream) if wgrad else repeat(None)
             next(wgrads)
@@ -297,10 +297,10 @@ class Linear:
         latency_us = link.ring_latency_us + self.model.launch_us
         return (steps.send(Transfer(num_bytes, stretch=slower, latency_us=latency_us)),)
 
-    def _plans(self, collective: _Collective, width: int, *, joined: bool = True) -> list[Plan]:
+    def _plans(self, collective: _Collective, width: int, *, hidden: bool = True) -> list[Plan]:
         """The plans of rank 0, one for each number of chunks and split that may be the fastest.
 
-        `joined`: as of `LinearPlan.schedule`.
+        `hidden`: as of `default_slices_per_gemm`.
         """
         overlap, size = self.overlap, self.link.size
         pattern: Pattern = "direct"
@@ -316,8 +316,8 @@ class Linear:
             splits = ("edge",) if self._queued or counts == (1,) else ("edge", "all")
             splits = splits if overlap.split is None else (overlap.split,)
         build = all_gather_plan if collective == "all_gather" else reduce_scatter_plan
-        joins = joined and self._by_copies and counts == (1,) and splits == ("edge",) and pattern == "direct"
-        slices = default_slices_per_gemm(size, self.rows) if joins else 1
+        joins = self._by_copies and counts == (1,) and splits == ("edge",) and pattern == "direct"
+        slices = default_slices_per_gemm(size, self.rows, hidden=hidden) if joins else 1
         return [
             build(size, 0, chunks_per_rank=chunks, pattern=pattern, split=split, slices_per_gemm=slices)
             for chunks in counts

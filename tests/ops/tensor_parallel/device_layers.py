@@ -26,6 +26,7 @@ from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WgradTarget
 from megatron_overlap.schedules import gather_scatter
 from megatron_overlap.schedules.gather_scatter import Nodes
+from megatron_overlap.schedules.heuristics import default_slices_per_gemm
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import NcclGroup, Recorder
 from tests.comm.makespan import Gpu, Work, makespan
@@ -150,6 +151,12 @@ def record(
     return devices
 
 
+def slices_per_gemm(case: Case, transport_name: str) -> int:
+    """Slices of the largest GEMM of a case."""
+    hidden = (LAYERS[case.layer], case.direction) != ("row", "forward")
+    return default_slices_per_gemm(RANKS, case.rows, hidden=hidden) if transport_name == "copies" else 1
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds on the model: the makespan with one and with eight hardware queues, and their parts on one rank.
@@ -157,7 +164,7 @@ class Times:
     Attributes:
         compute: all kernels in turn, on an idle device.
         communication: all messages in turn; of copy engines with the flag that follows each.
-        piece: the longest message, which no order hides.
+        piece: the longest messages that one GEMM sends or waits for, which no order hides.
     """
 
     one: float
@@ -178,14 +185,14 @@ def sent_bytes(device: Recorder) -> float:
     return GPU.link * sum(copied) + sum(op.tensors[each].nbytes for op in device.ops for each in op.sends)
 
 
-def times(devices: list[Recorder]) -> Times:
-    """Play recorded devices."""
+def times(devices: list[Recorder], slices: int = 1) -> Times:
+    """Play recorded devices; `slices` are those of the largest GEMM."""
     ops = devices[0].ops
     work = [op.seconds for op in ops if op.kind == "work"]
     messages = [GPU.message_s(op.tensors[each].nbytes) for op in ops for each in op.sends]
     messages += [op.seconds + GPU.word_s for op in ops if op.kind == "copy" and op.label != devices[0].rank]
     one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
-    return Times(one, eight, sum(work), sum(messages), max(messages))
+    return Times(one, eight, sum(work), sum(messages), slices * max(messages))
 
 
 def record_messages_first(patch: pytest.MonkeyPatch, case: Case) -> list[Recorder]:
@@ -263,14 +270,14 @@ def main() -> None:
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             others = [record_messages_first(patch, case), record_userbuffers(case)]
-            both = [times(record(patch, case, name)) for name in TRANSPORTS]
+            both = [times(record(patch, case, name), slices_per_gemm(case, name)) for name in TRANSPORTS]
         cells = [makespan(devices, GPU, connections=1) for devices in others]
         cells += [value for t in both for value in (t.compute, t.communication, t.bound, t.one, t.eight)]
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in cells) + " |", flush=True)
     print(f"\nAll-reduces, without sequence parallelism:\n\n| layer | copies: {columns} |\n" + "|---" * 6 + "|")
     for case in PLAIN_CASES:
         with pytest.MonkeyPatch.context() as patch:
-            took = times(record(patch, case, "copies"))
+            took = times(record(patch, case, "copies"), slices_per_gemm(case, "copies"))
         plain = (took.compute, took.communication, took.bound, took.one, took.eight)
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in plain) + " |", flush=True)
 

@@ -27,6 +27,7 @@ ROWS, WIDTH, RANKS = 1024, 512, 4
 GEMM_US = 2.0 * ROWS * WIDTH * WIDTH / 1e6
 SLICE_US = ROWS / RANKS * WIDTH * 2 / 1e4
 COPY_US, FLAG_US, NCCL_US = 7.0, 1.0, 5.0
+GPU_TILES = [dict(zip(("rows", "columns", "rate"), tile, strict=True)) for tile in GPU.tiles]
 
 
 def gpu(*, engines: bool = True, enqueue_us: float = 0.0, **changes: Any) -> CostModel:
@@ -94,7 +95,7 @@ def test_copies_flags_and_times_are_those_of_the_device_model(
         memory_gbps=GPU.memory / 1e9,
     )
     tree = model.profile.model_dump(by_alias=True)
-    tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": [{"rows": GPU.tile[0], "columns": GPU.tile[1]}]}
+    tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": GPU_TILES}
     tree["inside"]["copy_engines"] = {"copy_us": number(GPU.latency_s * 1e6), "flag_us": number(GPU.word_s * 1e6)}
     model = CostModel(ClusterProfile.model_validate(tree))
     hidden, features = MODELS["8b"].hidden, MODELS["8b"].features(layer) // 8

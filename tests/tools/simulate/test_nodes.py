@@ -22,7 +22,7 @@ from megatron_overlap.tools.simulate.split import layer_passes
 from megatron_overlap.tools.simulate.step import simulate_step
 from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, sent_bytes, times
 from tests.tools.simulate.machines import job, number
-from tests.tools.simulate.test_copy_engines import COPY_US, FLAG_US, NCCL_US, gpu
+from tests.tools.simulate.test_copy_engines import COPY_US, FLAG_US, GPU_TILES, NCCL_US, gpu
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs/gpu/llama3_405b_tp8_pp9/overlap.yaml"
 PASSES = "column_forward", "row_forward", "column_backward", "row_backward"
@@ -65,7 +65,7 @@ def test_the_schedule_is_that_of_the_package(
         nics=nodes.per_node,
     )
     tree = model.profile.model_dump(by_alias=True)
-    tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": [{"rows": GPU.tile[0], "columns": GPU.tile[1]}]}
+    tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": GPU_TILES}
     tree["inside"]["copy_engines"] = {"copy_us": number(latency_us), "flag_us": number(GPU.word_s * 1e6)}
     model = CostModel(ClusterProfile.model_validate(tree))
     hidden, features = MODELS["8b"].hidden, MODELS["8b"].features(layer) // nodes.num_ranks
