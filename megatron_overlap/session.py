@@ -176,10 +176,20 @@ class Session(AbstractContextManager["Session"]):
             not_overlapped=dict(counters.excluded),
             autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),
+            unchecked=self._unchecked(),
             buffers=tuple(self.transports.buffers()) if "transports" in self.__dict__ else (),
             transports=dict(counters.transports),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
         )
+
+    def _unchecked(self) -> str:
+        """Why `overlap.check` has compared nothing; see `Report`."""
+        every, counters = self.config.check.every, self.counters
+        if not every or counters.numerics_check or not counters.snapshot():
+            return ""
+        if self.step == 0:
+            return "the training loop does not call next_step"
+        return f"step {every} is the first" if self.step < every else "no overlapped operation ran in such a step"
 
     def disable(self) -> None:
         """Reverts all patches, then runs the clean-ups; the second call does nothing.

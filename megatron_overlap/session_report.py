@@ -38,6 +38,7 @@ class Report:
         not_overlapped: modules that no method overlaps, with the reason.
         autotuning: what `method: auto` selected.
         numerics_check: the largest share of the allowed error in check mode, by operation and tensor.
+        unchecked: why `overlap.check` has compared nothing, after the first call; empty if it has, or is not set.
         buffers: bytes of communication buffers by use, for each set of ranks.
         symmetric_memory: memory of fused kernels by group; None unless the config asks for fused kernels.
         transports: what carries the messages of layers with sequence parallelism, by group; why, if not copy engines.
@@ -54,6 +55,7 @@ class Report:
     not_overlapped: Mapping[str, str] = field(default_factory=dict)
     autotuning: tuple[AutotuneLine, ...] = ()
     numerics_check: Mapping[str, float] = field(default_factory=dict)
+    unchecked: str = ""
     buffers: tuple[tuple[str, Mapping[str, int]], ...] = ()
     symmetric_memory: tuple[SymmetricMemory, ...] | None = None
     transports: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Report:
             "not_overlapped": dict(self.not_overlapped),
             "autotuning": [{**asdict(line), "gain": line.gain} for line in self.autotuning],
             "numerics_check": dict(self.numerics_check),
+            **({"unchecked": self.unchecked} if self.unchecked else {}),
             "saved_activations": {
                 "peak_bytes": self.saved.peak_bytes,
                 "modules": [{**site._asdict(), "saved_bytes": num_bytes} for site, num_bytes in self.saved.calls],
@@ -109,6 +112,8 @@ class Report:
             parts.append(
                 f"numerics check: {len(self.numerics_check)} results, worst {name}: {share:.3g} of the allowed error"
             )
+        if self.unchecked:
+            parts.append(f"numerics check: nothing compared: {self.unchecked}")
         parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]
         parts += self._symmetric_lines()
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]

@@ -97,20 +97,26 @@ def checked(
     }
 
 
-def unchecked_costs_nothing(group: dist.ProcessGroup) -> list[int]:
-    """Collectives of the process group in a step that is not checked, and in one that is."""
+def unchecked_costs_nothing(group: dist.ProcessGroup) -> tuple[list[int], list[str]]:
+    """Before the first step, in a step that is not checked, and in one that is.
+
+    Returns:
+        The collectives of the process group, and why nothing has been compared.
+    """
     from unittest import mock
 
     linear_workers.start(group)
     x, dy = linear_workers.make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
-    counts = []
+    counts, reasons = [], []
     with enable(OverlapConfig.model_validate({"tensor": linear_workers.TENSOR, "check": {"every": 2}})) as session:
-        for _ in range(2):
-            session.next_step()
+        for step in range(3):
+            if step:
+                session.next_step()
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
                 linear_workers.step(linear_workers.make_layer("column", torch.float32), x, dy)
             counts.append(counted.call_count)
-    return counts
+            reasons.append(session.report().unchecked)
+    return counts, reasons
 
 
 def without_gradients(group: dist.ProcessGroup, kind: str) -> list[str]:

@@ -82,9 +82,10 @@ def test_a_breach_can_fall_back_for_that_op(ranks: World, kind: str) -> None:
 
 
 def test_steps_that_are_not_checked_cost_nothing(ranks: World) -> None:
-    for unchecked, checked in ranks.run(RANKS, cases.unchecked_costs_nothing):
-        assert unchecked == 0
+    for (*unchecked, checked), reasons in ranks.run(RANKS, cases.unchecked_costs_nothing):
+        assert unchecked == [0, 0]
         assert checked > 0
+        assert reasons == ["the training loop does not call next_step", "step 2 is the first", ""]
 
 
 @pytest.mark.parametrize(
