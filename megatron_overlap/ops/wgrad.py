@@ -49,10 +49,12 @@ class WeightGradient:
 
     Attributes:
         accumulator, start_in_fp32: of its `ProductSum`.
+        adds_to_main_grad: several products need no fp32 buffer.
     """
 
     def __init__(self, weight: torch.Tensor, target: WgradTarget, *, sum_in_fp32: bool = True) -> None:
         self._target, main_grad = target, target.main_grad
+        self.adds_to_main_grad = main_grad is not None
         out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else main_grad
         in_fp32 = sum_in_fp32 and main_grad is None
         self._sum = ProductSum(out, target.buffer_pool, "wgrad_sum", in_fp32=in_fp32, is_empty=main_grad is None)

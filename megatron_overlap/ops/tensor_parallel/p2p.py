@@ -243,7 +243,7 @@ class P2PGather:
         self._gather = PipelinedAllGather(
             transport, schedule, payload, layout, self._full, op, whole=is_new, repeats=not is_new
         )
-        self._on_device = transport.on_device
+        self._on_device, self._copy_engines = transport.on_device, transport.copy_engines
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
         self._wgrad: tuple[WeightGradient, torch.Tensor | None, torch.Tensor | None] | None = None
         self._spans = Spans()
@@ -287,34 +287,47 @@ class P2PGather:
             self._buffer_pool.remember("gather", self._full[0], self._version)
 
     def _finish_on_device(self) -> None:
-        """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row."""
+        """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row.
+
+        Messages take longer than the GEMMs of a narrow product. Beside copy engines half of the weight gradient is then
+        between them. Each further GEMM of it would read and write the whole gradient.
+        """
         if self._product is not None:
             b, bias, out = self._product
-            rows_of_out = self._gather.rows.split(out)
+            rows_of_out, num_rows = self._gather.rows.split(out), 0
+            halves = self._copy_engines and b.shape[1] <= SHALLOW_DEPTH
+            halves = halves and self._wgrad is not None and self._wgrad[0].adds_to_main_grad
             for run, rows in self._gather:
                 self._gemm.matmul(rows, b, rows_of_out[run], bias)
+                self._spans.add(run)
+                num_rows += run[1] - run[0]
+                if halves and 2 * num_rows >= self._num_rows:
+                    self._add_wgrad()
+                    halves = False
+        else:
+            self._spans.add((0, self._num_rows))
         self._gather.finish()
-        if self._wgrad is not None:
-            # One GEMM: each further one would read and write the whole gradient.
-            self._gather.copy_own_rows()
-            wgrad, dy, x = self._wgrad
-            self._gemm.wgrad(wgrad, self._full if dy is None else dy, self._full if x is None else x)
+        self._add_wgrad()
 
     def _compute_next(self) -> None:
         (start, stop), rows = self._gather.next_rows()
         if self._product is not None and start < stop:
             b, bias, out = self._product
             self._gemm.matmul(rows, b, out[start:stop], bias)
-        if self._wgrad is None:
-            return
         self._spans.add((start, stop))
         # The product uses rows as they arrive; the weight gradient fills the time without new rows.
         if self._gather.done or not self._gather.ready:
-            self._gather.copy_own_rows()
-            wgrad, dy, x = self._wgrad
-            for start, stop in self._spans.joined():
-                rows = tuple(full[start:stop] for full in self._full)
-                self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
+            self._add_wgrad()
+
+    def _add_wgrad(self) -> None:
+        """Adds the rows since the last call to the weight gradient, if there is one."""
+        if self._wgrad is None:
+            return
+        self._gather.copy_own_rows()
+        wgrad, dy, x = self._wgrad
+        for start, stop in self._spans.joined():
+            rows = tuple(full[start:stop] for full in self._full)
+            self._gemm.wgrad(wgrad, rows if dy is None else dy[start:stop], rows if x is None else x[start:stop])
 
 
 @lru_cache(maxsize=256)

@@ -205,9 +205,7 @@ class Linear:
         for plan in self._inside(0)._plans("all_gather", k):
             stream = Stream()
             for inside in self._arriving(stream, k):
-                inside._run(stream, plan, n, k)
-                if wgrad:
-                    stream.compute(inside.wgrad_us + (inside._own_rows_us(k) if self._queued else 0.0))
+                inside._run(stream, plan, n, k, wgrad=wgrad)
             streams.append(stream)
         return self._fastest(self._inside(0)._mover, streams)
 
@@ -324,10 +322,15 @@ class Linear:
             for split in splits
         ]
 
-    def _run(self, stream: Stream, plan: Plan, n: int, k: int, before_sums: Iterator[None] | None = None) -> None:
-        """Adds the GEMMs, messages and additions of a plan, and a step of `before_sums` before the last additions."""
+    def _run(
+        self, stream: Stream, plan: Plan, n: int, k: int, before_sums: Iterator[None] | None = None, wgrad: bool = False
+    ) -> None:
+        """Adds the GEMMs, messages and additions of a plan, and a step of `before_sums` before the last additions.
+
+        `wgrad`: then also the weight gradient, in two parts where `P2PGather` makes two.
+        """
         gathers, fused, chunks = plan.collective == "all_gather", self.overlap.method == "fused", plan.chunks_per_rank
-        width, layout = k if gathers else n, plan.layout(self.rows)
+        width, layout, gemm_us = k if gathers else n, plan.layout(self.rows), self.model.gemm_us
         sent = [len(stream.messages) + message for message in range(len(plan.messages))]
         # See `add_early` of `PipelinedReduceScatter`.
         shallow = not gathers and k <= SHALLOW_DEPTH
@@ -344,17 +347,22 @@ class Linear:
 
         if gathers and self.overlap.method == "compiled":
             stream.compute(self._own_rows_us(k))
-        done = [len(stream.work)]
+        done, num_rows, left = [len(stream.work)], 0, self.rows
+        halves = wgrad and self._by_copies and n <= SHALLOW_DEPTH
         for index, work in enumerate(plan.work):
             if work.chunks:
                 rows, launch_us = sum(layout.num_chunk_rows(chunk) for chunk in work.chunks), 0.0
-                gemm_us = self.model.gemm_us(rows, n, k)
+                product_us = gemm_us(rows, n, k)
                 if fused:  # a share of one GEMM
-                    gemm_us = (self.model.gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
+                    product_us = (gemm_us(self.rows, n, k) - self.model.launch_us) * rows / self.rows
                     launch_us = self.model.launch_us if index == 0 else 0.0
                 flags_us = self._flag_us if work.needs else 0.0
-                stream.compute(gemm_us + flags_us + launch_us, *(sent[message] for message in work.needs))
+                stream.compute(product_us + flags_us + launch_us, *(sent[message] for message in work.needs))
                 add(work.adds)
+                num_rows += rows
+                if halves and 2 * num_rows >= self.rows:
+                    stream.compute(self._own_rows_us(k) + gemm_us(self.out_features, self.in_features, num_rows))
+                    halves, left = False, self.rows - num_rows
                 done.append(len(stream.work))
         # As `PipelinedReduceScatter` with `work_follows`.
         num_first = 1 if before_sums is not None and plan.pattern != "ring" else len(sent)
@@ -365,6 +373,9 @@ class Linear:
         for work in plan.work:
             if not work.chunks:
                 add(work.adds)
+        if wgrad:
+            own_rows_us = self._own_rows_us(k) if self._queued and left == self.rows else 0.0
+            stream.compute(own_rows_us + gemm_us(self.out_features, self.in_features, left))
 
     def _send_messages(
         self, stream: Stream, plan: Plan, width: int, done: Sequence[int], start: int = 0, stop: int | None = None

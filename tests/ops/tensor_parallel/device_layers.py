@@ -103,7 +103,12 @@ class Context(SimpleNamespace):
 
 
 def record(
-    patch: pytest.MonkeyPatch, case: Case, transport_name: str = "nccl", nodes: Nodes | None = None
+    patch: pytest.MonkeyPatch,
+    case: Case,
+    transport_name: str = "nccl",
+    nodes: Nodes | None = None,
+    *,
+    has_main_grad: bool = True,
 ) -> list[Recorder]:
     """Run one pass of a layer on the device model of every rank; with `nodes` by copies inside, and NCCL between."""
     model, column = MODELS[case.model], LAYERS[case.layer] == "column"
@@ -125,7 +130,8 @@ def record(
             own_rows = rows if case.plain else rows // ranks
             x = empty(own_rows, hidden) if column else empty(rows, features)
             dy = empty(rows, features) if column else empty(own_rows, hidden)
-            target = WgradTarget(empty(*w.shape, dtype=torch.float32), buffer_pool=transport.buffer_pool)
+            main_grad = empty(*w.shape, dtype=torch.float32) if has_main_grad else None
+            target = WgradTarget(main_grad, buffer_pool=transport.buffer_pool)
             method = method_for(transport, LinearPlan())
             call = LinearOptions(method, target, sharded=not case.plain, num_rows=rows)
             context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)

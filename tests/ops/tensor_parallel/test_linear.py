@@ -49,12 +49,12 @@ def test_where_only_the_exposed_slice_is_cut(world: World, op: str, split: str) 
         world.run(4, linear_workers.against_reference, op, 50, 16, 24, torch.float32, plan, late=True)
 
 
-@pytest.mark.parametrize("rows", [61, 3])
+@pytest.mark.parametrize(("rows", "main_grad"), [(61, False), (61, True), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
-def test_slices_that_share_a_gemm(world: World, op: str, dtype: torch.dtype, rows: int) -> None:
+def test_slices_that_share_a_gemm(world: World, op: str, dtype: torch.dtype, rows: int, main_grad: bool) -> None:
     plan = LinearPlan(pattern="direct", split="edge", chunks_per_rank=1)  # as on CUDA
-    options = {"late": False, "copies": True, "main_grad": rows == 3}
+    options = {"late": False, "copies": True, "main_grad": main_grad}
     world.run(4, linear_workers.against_reference, op, rows, 48, 33, dtype, plan, **options)
 
 
