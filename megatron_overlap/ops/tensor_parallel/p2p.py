@@ -295,15 +295,15 @@ class P2PGather:
         if self._product is not None:
             b, bias, out = self._product
             rows_of_out, num_rows = self._gather.rows.split(out), 0
-            halves = self._copy_engines and b.shape[1] <= SHALLOW_DEPTH
-            halves = halves and self._wgrad is not None and self._wgrad[0].adds_to_main_grad
+            early_wgrad = self._copy_engines and b.shape[1] <= SHALLOW_DEPTH
+            early_wgrad = early_wgrad and self._wgrad is not None and self._wgrad[0].adds_to_main_grad
             for run, rows in self._gather:
                 self._gemm.matmul(rows, b, rows_of_out[run], bias)
                 self._spans.add(run)
                 num_rows += run[1] - run[0]
-                if halves and 2 * num_rows >= self._num_rows:
+                if early_wgrad and 2 * num_rows >= self._num_rows:
                     self._add_wgrad()
-                    halves = False
+                    early_wgrad = False
         else:
             self._spans.add((0, self._num_rows))
         self._gather.finish()

@@ -348,7 +348,7 @@ class Linear:
         if gathers and self.overlap.method == "compiled":
             stream.compute(self._own_rows_us(k))
         done, num_rows, left = [len(stream.work)], 0, self.rows
-        halves = wgrad and self._by_copies and n <= SHALLOW_DEPTH
+        early_wgrad = wgrad and self._by_copies and n <= SHALLOW_DEPTH
         for index, work in enumerate(plan.work):
             if work.chunks:
                 rows, launch_us = sum(layout.num_chunk_rows(chunk) for chunk in work.chunks), 0.0
@@ -360,9 +360,9 @@ class Linear:
                 stream.compute(product_us + flags_us + launch_us, *(sent[message] for message in work.needs))
                 add(work.adds)
                 num_rows += rows
-                if halves and 2 * num_rows >= self.rows:
+                if early_wgrad and 2 * num_rows >= self.rows:
                     stream.compute(self._own_rows_us(k) + gemm_us(self.out_features, self.in_features, num_rows))
-                    halves, left = False, self.rows - num_rows
+                    early_wgrad, left = False, self.rows - num_rows
                 done.append(len(stream.work))
         # As `PipelinedReduceScatter` with `work_follows`.
         num_first = 1 if before_sums is not None and plan.pattern != "ring" else len(sent)
