@@ -124,6 +124,7 @@ def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: s
         for device in record(monkeypatch, case, transport, has_main_grad=has_main_grad):
             gemms = [op.label.split()[0] for op in device.ops if op.kind == "work" and "mm" in op.label]
             assert [name for name, _ in groupby(gemms)] == wanted
+            assert "addmm" not in gemms[: RANKS // 2]
             assert gemms.count("addmm") <= len(wanted) - 1  # rows of two ranges of ranks
             assert gemms.count("mm") <= RANKS + 1 + (not has_main_grad)
 
