@@ -164,6 +164,7 @@ class Session(AbstractContextManager["Session"]):
     def report(self) -> Report:
         """What is replaced, overlapped and not overlapped so far, on this rank."""
         counters = self.counters
+        sites = counters.snapshot()
         return Report(
             active=self.active,
             reason=self.reason,
@@ -171,12 +172,12 @@ class Session(AbstractContextManager["Session"]):
             versions=installed_versions(),
             features={name: _method(self.config, name) for name in _FEATURES},
             patches=tuple(map(_patch_line, self._plan.findings)),
-            sites=counters.snapshot(),
+            sites=sites,
             saved=counters.saved_activations.snapshot(),
             not_overlapped=dict(counters.excluded),
             autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),
-            unchecked=self._unchecked(),
+            unchecked=self._unchecked() if sites else "",
             buffers=tuple(self.transports.buffers()) if "transports" in self.__dict__ else (),
             transports=dict(counters.transports),
             symmetric_memory=None if counters.symmetric_memory is None else tuple(counters.symmetric_memory()),
@@ -184,8 +185,8 @@ class Session(AbstractContextManager["Session"]):
 
     def _unchecked(self) -> str:
         """Why `overlap.check` has compared nothing; see `Report`."""
-        every, counters = self.config.check.every, self.counters
-        if not every or counters.numerics_check or not counters.snapshot():
+        every = self.config.check.every
+        if not every or self.counters.numerics_check:
             return ""
         if self.step == 0:
             return "the training loop does not call next_step"

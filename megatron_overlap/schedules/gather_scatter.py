@@ -177,11 +177,12 @@ def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
 
 
 def _exchanges(num_ranks: int, rank: int, slices_per_gemm: int) -> list[list[tuple[int, int]]]:
-    """Return pairs of a rank to send to and a rank to receive from, in the order of messages, by GEMM.
+    """Return for each message the rank to send to and the rank to receive from, grouped by the GEMM of their rows.
 
-    For GEMMs of one slice: to r+1, r+2, ..., from r-1, r-2, .... Otherwise consecutive ranks form blocks of as many as
-    the largest GEMM has slices. The first GEMMs have the rows of 1, 2, 4, ... ranks of the own block, the others those
-    of another block each. All ranks have equally many GEMMs. No two ranks send message k to the same one.
+    With one slice per GEMM, rank r sends to r+1, r+2, ... and receives from r-1, r-2, .... With several, the ranks are
+    divided into blocks of that many consecutive ranks. The first GEMMs have the rows of 1, 2, 4, ... other ranks of the
+    own block; each later GEMM has the rows of one other block. All ranks have the same number of GEMMs. At each
+    place in this order, all ranks send to different ranks.
     """
     size = max(2**bits for bits in range(slices_per_gemm.bit_length()) if num_ranks % 2**bits == 0)
     block, index = divmod(rank, size)

@@ -79,10 +79,10 @@ def default_chunks(
 
 
 def default_slices_per_gemm(num_ranks: int, num_rows: int, *, hidden: bool) -> int:
-    """Return the most slices of one GEMM beside copy engines: a half of all at most, so that messages are hidden.
+    """Return the largest number of slices that share a GEMM where copy engines carry the messages.
 
-    `hidden`: the GEMM of the own rows, or work that follows, hides messages. Otherwise they begin earlier after a GEMM
-    of fewer slices.
+    At most half of all slices, so that a GEMM hides messages. `hidden`: the GEMM of the own rows, or work that follows,
+    hides messages too. If not, at most two slices: the first messages are sent after the first GEMM.
     """
     slice_rows = max(1, num_rows // num_ranks)
     most = _MAX_SHARED_ROWS // slice_rows if hidden else min(2, _MAX_SHARED_ROWS // 2 // slice_rows)

@@ -51,7 +51,7 @@ def test_proved_for_every_group_size(
 @pytest.mark.parametrize("slices", [2, 3, 4, 8])
 @pytest.mark.parametrize("collective", BUILDERS)
 def test_slices_that_share_a_gemm_are_proved(collective: str, slices: int) -> None:
-    """All ranks have equally many GEMMs and the messages of separate slices, and send to different ranks at a time."""
+    """All ranks have the same number of GEMMs and the messages of one slice per GEMM, to different ranks at a time."""
     for num_ranks in DEFAULT_SIZES:
         group = plans(collective, num_ranks, split="edge", slices_per_gemm=slices)
         proof = check(group)

@@ -289,8 +289,8 @@ class P2PGather:
     def _finish_on_device(self) -> None:
         """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row.
 
-        Messages take longer than the GEMMs of a narrow product. Beside copy engines half of the weight gradient is then
-        between them. Each further GEMM of it would read and write the whole gradient.
+        Messages take longer than the GEMMs of a narrow product. With copy engines the weight gradient of the first half
+        of the rows then fills the wait. It is not cut further: each GEMM of it reads and writes the whole gradient.
         """
         if self._product is not None:
             b, bias, out = self._product
@@ -299,6 +299,8 @@ class P2PGather:
             early_wgrad = early_wgrad and self._wgrad is not None and self._wgrad[0].adds_to_main_grad
             for run, rows in self._gather:
                 self._gemm.matmul(rows, b, rows_of_out[run], bias)
+                if self._wgrad is None:
+                    continue
                 self._spans.add(run)
                 num_rows += run[1] - run[0]
                 if early_wgrad and 2 * num_rows >= self._num_rows:
@@ -314,6 +316,8 @@ class P2PGather:
         if self._product is not None and start < stop:
             b, bias, out = self._product
             self._gemm.matmul(rows, b, out[start:stop], bias)
+        if self._wgrad is None:
+            return
         self._spans.add((start, stop))
         # The product uses rows as they arrive; the weight gradient fills the time without new rows.
         if self._gather.done or not self._gather.ready:

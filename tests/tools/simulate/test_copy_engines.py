@@ -64,7 +64,7 @@ def test_a_slow_link_carries_copies_one_after_another() -> None:
 
 
 def test_a_fast_link_leaves_the_flags_of_the_computing_queue() -> None:
-    """A batch waits for the messages of each of two GEMMs of a gather, and one counts before each of two sums."""
+    """One flag is counted for each GEMM that waits for messages, and one for each of the two sums of received rows."""
     model = gpu(gbps=1e6)
     assert linear(model).column_forward().time_us == pytest.approx(GEMM_US + 2 * FLAG_US, rel=1e-3)
     assert linear(model).row_forward().time_us == pytest.approx(GEMM_US + 2 * FLAG_US, rel=1e-3)
@@ -145,7 +145,7 @@ def test_the_sum_of_received_terms_has_its_rate() -> None:
 
 
 def test_weight_gradients_read_a_copy_of_the_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are two GEMMs beside a narrow product."""
+    """Where dgrad has few features, the weight gradient is computed in two GEMMs."""
     model = gpu(tflops=1e6, gbps=1e6, memory_gbps=1.0)
     copy_us = 2 * ROWS / RANKS * WIDTH * 2 / 1e3
     layer = linear(model)
