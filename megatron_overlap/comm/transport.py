@@ -102,8 +102,8 @@ class Repeated:
     """
 
     @cached_property
-    def prepared(self) -> dict[str, Any]:
-        """What a transport derives from the transfers, apart from the own rows, by name of the operation."""
+    def prepared(self) -> dict[Any, Any]:
+        """What a transport derives from the transfers, apart from the own rows, by keys of its own."""
         return {}
 
     def build(self, own: torch.Tensor | None) -> Sequence[Transfer]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool
 from megatron_overlap.comm.transport import Transfer, TransportError
@@ -161,21 +162,24 @@ def verdict(search: Callable[[], object]) -> str:
 
 
 MUTANTS = [
-    each for each in load() if each.file.endswith("copies.py") and "tests/comm/test_copy_protocol.py" in each.tests
+    each for each in load() if "symmetric/cop" in each.file and "tests/comm/test_copy_protocol.py" in each.tests
 ]
 
 
-def test_the_reduction_finds_the_mutants_that_the_whole_search_finds() -> None:
-    """Every mutant of `copies.py` on two ranks."""
+def test_the_reduction_finds_the_mutants_that_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mutant of `CopyTransport` and of its steps, on two ranks."""
     found = set[tuple[str, int]]()
     for mutant in MUTANTS:
         module = ModuleType("mutant")
         source = (ROOT / mutant.file).read_text(encoding="utf-8")
         mutated = compile(source.replace(mutant.before, mutant.after), mutant.file, "exec", dont_inherit=True)
         exec(mutated, module.__dict__)
+        monkeypatch.setattr(copies, "State", module.State)
         for pattern, chunks in (("direct", 2), ("ring", 1)):
             try:
-                recorded = record(2, FOUR, chunks=chunks, pattern=pattern, transport=module.CopyTransport)
+                recorded = record(
+                    2, FOUR, chunks=chunks, pattern=pattern, transport=getattr(module, "CopyTransport", CopyTransport)
+                )
             except (TransportError, AssertionError):
                 continue
             whole = verdict(lambda recorded=recorded: explore(recorded.queues))
@@ -272,8 +276,8 @@ def test_what_a_call_enqueues() -> None:
         num_bytes = others * rows * 64 * 4
         assert counted == [(num_bytes, others, 2 * others, 2 * others, marks)] * 3
         *_, (_, rows_of) = transport.buffer_pool.derived.values()
-        (prepared,) = rows_of.prepared.values()
-        assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in prepared.all)
+        (state,) = rows_of.prepared.values()
+        assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in state.messages.all)
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:
@@ -382,7 +386,7 @@ def test_calls_inside_and_outside_a_graph_share_no_gather() -> None:
         for captures in (False, False, True, True, False):
             backend.captures = captures
             all_gather_linear(x, weight, group=transport, plan=LinearPlan(pattern="direct"))
-            counts.append(sum(bool(step.writes) for step in transport.sending.steps))  # type: ignore[attr-defined]
+            counts.append(sum(bool(step.writes) for step in transport.queues.sending.steps))  # type: ignore[attr-defined]
     assert [after - before for before, after in pairwise(counts)] == [1, 0, 1, 1, 1]
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ def _transport(group: dist.ProcessGroup) -> CopyTransport:
     return CopyTransport(backend, TransportOptions(timeout_s=DEADLINE_S))
 
 
-def _late_copies(queue: Any, late: Late) -> None:
-    """Let copy number `late.copy` from now wait in `queue`, and thereby all later work of the queue."""
-    copy, count = queue.copy, iter(range(1 << 30))
+def _late_copies(queue: Any, delays_s: list[float]) -> None:
+    """Let each copy wait in `queue` for the next of `delays_s`, if any, and thereby all later work of the queue."""
+    copy = queue.copy
 
     def copy_late(to: torch.Tensor, source: torch.Tensor) -> None:
-        if next(count) == late.copy:
-            queue._work.put(lambda: time.sleep(late.seconds))
+        if delays_s:
+            queue._work.put(partial(time.sleep, delays_s.pop(0)))
         copy(to, source)
 
     queue.copy = copy_late
@@ -72,6 +73,8 @@ def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, 
     last = transport.rank == transport.size - 1
     plan = LinearPlan(pattern="direct", chunks_per_rank=2)
     x, weight = torch.full((4, 8), float(transport.rank)), torch.eye(8)
+    delays_s: list[float] = []
+    _late_copies(transport.queues.sending, delays_s)
     expected = torch.arange(transport.size).repeat_interleave(4)[:, None].expand(-1, 8).float()
     right = True
     with redirect_stderr(io.StringIO()) as printed, torch.no_grad():
@@ -79,7 +82,7 @@ def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, 
             if call == 1:
                 dist.barrier(group)
                 if last and late.copy is not None:
-                    _late_copies(transport.sending, late)
+                    delays_s += [0.0] * late.copy + [late.seconds]
             if call and last and late.copy is None:
                 time.sleep(late.seconds)
             y = all_gather_linear(x.clone(), weight, group=transport, plan=plan)  # the rows of `x` would be reused

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_overlap.comm import nccl
-from megatron_overlap.comm.symmetric import copies
+from megatron_overlap.comm.symmetric import copy_steps
 from tests.comm.device_orders import OrderError
 from tests.ops.device_search import FEATURES, Cluster, Program, search
 
@@ -42,6 +42,6 @@ def test_the_search_finds_missing_waits(monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(nccl.NcclP2PWork, "wait", lambda self, *messages: None)
         with pytest.raises(OrderError, match="race in memory"):
             search(program("linear", copies=False))
-    monkeypatch.setattr(copies.CopyP2PWork, "_wait_sends", lambda self: None)
+    monkeypatch.setattr(copy_steps.State, "_wait_sends", lambda self, queues: None)
     with pytest.raises(OrderError, match="race in memory .* copies all 1: copy"):
         search(program("buckets", copies=True))

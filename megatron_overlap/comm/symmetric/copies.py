@@ -26,13 +26,26 @@ message and the peer when no queue has moved for the deadline.
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import torch
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import FlagStep, SymmetricBackend, Wait, Waits
+from megatron_overlap.comm.symmetric.copy_steps import (
+    AFTER,
+    COPY,
+    COPY_OWN,
+    MARK,
+    READ_OWN,
+    RUN,
+    SEND_OWN,
+    Call,
+    CopyMessage,
+    CopyMessages,
+    Queues,
+    State,
+)
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricBuffer
 from megatron_overlap.comm.transport import (
     DEFAULT_OPTIONS,
@@ -43,60 +56,6 @@ from megatron_overlap.comm.transport import (
     message_text,
 )
 from megatron_overlap.diagnostics.heartbeat import Watchdog
-from megatron_overlap.schedules.plan import Message
-
-
-@dataclass(slots=True)
-class _Message:
-    """A message and its prepared steps.
-
-    Attributes:
-        not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
-        own_rows: start and stop of the rows of a call that go to `lands` of the receiver, or come from `reads`.
-        copies: tensors of the receiver and what they get, of a message without own rows.
-        free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
-            the operation does.
-        sent: sets the flag of the receiver. Of messages that receivers copy, the second sets the flags of all later
-            ones after the same work.
-        flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
-        reads: where this rank copies from, at the sender.
-        arrived: waits for the flag before that copy.
-    """
-
-    plan: Message
-    after_work: int
-    not_before: int
-    own_rows: tuple[int, int] | None = None
-    lands: torch.Tensor | None = None
-    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    free: object | None = None
-    sent: object | None = None
-    flag: FlagStep | None = None
-    reads: torch.Tensor | None = None
-    arrived: object | None = None
-
-
-@dataclass(slots=True)
-class _Messages:
-    """The messages of operation `op`, in the order of the plan.
-
-    Attributes:
-        buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
-        received: waits for the flags of messages, by their numbers; None without flags.
-        runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
-        marks: values of `Message.after_work`, ascending, from 0.
-        forwards: whether a message sends what an earlier one receives.
-        reads: the messages whose bytes this rank copies itself.
-    """
-
-    op: str
-    all: list[_Message] = field(default_factory=list)
-    buffers_are_free: object | None = None
-    received: dict[tuple[int, ...], object | None] = field(default_factory=dict)
-    runs_of_own: list[tuple[int, int]] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    forwards: bool = False
-    reads: set[int] = field(default_factory=set)
 
 
 class CopyTransport:
@@ -116,7 +75,7 @@ class CopyTransport:
         self.copy_engines = self.on_device = backend.device.type == "cuda"
         self._heap = HeapPool(backend)
         self.buffer_pool: BufferPool = self._heap
-        self.sending, self.receiving = backend.queue(), backend.queue()
+        self.queues = Queues(backend.computing, backend.queue(), backend.queue())
         self.waits = Waits(on_device=self.on_device)
         self._num_begun = 0
         # What the watchdog has found. Every later operation raises it.
@@ -137,44 +96,33 @@ class CopyTransport:
             raise self.broken
         self._num_begun += 1
         repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
-        messages: _Messages | None = None if repeated is None else repeated.prepared.get(op)
-        if messages is None:
-            messages = self._prepared(transfers, own, op)
-            if repeated is not None:
-                repeated.prepared[op] = messages
+        into, cut = (transfers.into, transfers.cut) if isinstance(transfers, Exchange) else (None, {})
         captured = self.backend.is_capturing()
         if captured:
             self._heap.captured = True
             # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
             self.waits.count_replay(self.backend.computing)
-        begun = self.backend.computing.mark()
-        into, cut = (transfers.into, transfers.cut) if isinstance(transfers, Exchange) else (None, {})
-        work = CopyP2PWork(self, messages, own, cut, begun, captured)
-        if messages.buffers_are_free is not None or messages.reads or into is not None:
-            # Beside the computation: on a device each flag is a copy.
-            self.receiving.after(begun)
-        if messages.buffers_are_free is not None:
-            self.receiving.run(messages.buffers_are_free)
-            if captured:
-                self.sending.after(self.receiving.mark())
-        if into is not None:
-            assert own is not None
-            self.receiving.copy(into, own)
-            work.own_copied = self.receiving.mark()
+        key = op, captured, into is not None
+        state: State | None = None if repeated is None else repeated.prepared.get(key)
+        if state is None:
+            state = State(self._prepared(transfers, own, op), captured=captured, copies_own=into is not None)
+            if repeated is not None:
+                repeated.prepared[key] = state
+        work = CopyP2PWork(self, state, own, into, cut)
         work.mark_ready(0)
         return work
 
-    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> _Messages:
-        messages, computing, sending = _Messages(op, marks=[0]), self.backend.computing, self.sending
+    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> CopyMessages:
+        messages, (_, sending, receiving) = CopyMessages(op, marks=[0]), self.queues
         repeats = isinstance(transfers, Exchange)
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
-        awaited = list[tuple[_Message, list[FlagStep]]]()
-        announced = dict[int, list[tuple[_Message, FlagStep]]]()  # by the work before the rows that peers read
+        awaited = list[tuple[CopyMessage, list[FlagStep]]]()
+        announced = dict[int, list[tuple[CopyMessage, FlagStep]]]()  # by the work before the rows that peers read
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = transfer.send.numel() > 0
-            message = _Message(plan, plan.after_work, plan.not_before if self.on_device else 0)
+            message = CopyMessage(plan, plan.after_work, plan.not_before if self.on_device else 0)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
             messages.forwards = messages.forwards or plan.after_message is not None
@@ -210,7 +158,7 @@ class CopyTransport:
                     message.own_rows = _rows_of(own, transfer.recv)
                     messages.reads.add(index)
                     message.reads = _at(buffer.data[plan.source], transfer.reads)
-                    message.arrived = self.receiving.prepare([arrives])
+                    message.arrived = receiving.prepare([arrives])
                 else:
                     message.flag = arrives
                 if transfer.reads is None and not num_received[source]:
@@ -228,9 +176,7 @@ class CopyTransport:
             message.sent = sending.prepare([step])
             if others:
                 others[0][0].sent = sending.prepare([step for _, step in others])
-        messages.buffers_are_free = self.receiving.prepare(free) if free else None
-        flags = {(index,): [each.flag] for index, each in enumerate(messages.all) if each.flag is not None}
-        messages.received = {numbers: computing.prepare(steps) for numbers, steps in flags.items()}
+        messages.buffers_are_free = receiving.prepare(free) if free else None
         messages.marks = sorted(set(messages.marks))
         if own is not None:
             own_sent = [message.own_rows for message in messages.all if message.own_rows is not None]
@@ -295,167 +241,64 @@ class CopyP2PWork:
     def __init__(
         self,
         transport: CopyTransport,
-        messages: _Messages,
+        state: State,
         own: torch.Tensor | None,
+        into: torch.Tensor | None,
         cut: dict[tuple[int, int], torch.Tensor],
-        begun: object,
-        captured: bool,
     ) -> None:
-        self._transport, self._messages, self._own, self._op = transport, messages.all, own, messages.op
-        self._runs_of_own = messages.runs_of_own
-        self._own_rows = cut
-        self._waits_for = messages.received
-        self._computing, self._sending = transport.backend.computing, transport.sending
-        self._receiving, self._reads = transport.receiving, messages.reads
-        self._forwards, self._num_messages = messages.forwards, len(messages.all)
-        self._captured, self._num_sent = captured, 0
-        self._received, self._num_waited = [False] * self._num_messages, 0
-        # Positions of the computing queue, by the work done there, and the number of those that are taken.
-        self._marks = {0: begun}
-        self._marked_work, self._num_marked = messages.marks, 1
-        self._work_done = 0
-        # The mark that the queue of sends follows, and the position after the last send.
-        self._sends_after: object = ...
-        self._has_sent = False
-        self._sent: object | None = None
-        # The position of the receiving queue after the copy of the own rows.
-        self.own_copied: object | None = None
+        self._transport, self._messages, self._state = transport, state.messages, state
+        self._own, self._into, self._own_rows = own, into, cut
+        self._positions: list[object] = []
 
     def mark_ready(self, work_done: int) -> None:
-        if self._num_sent < self._num_messages:
-            # First what the last work hides, with the positions before it.
-            self._send_placed(work_done, self._work_done)
-        if work_done <= self._work_done:
-            return
-        self._work_done = work_done
-        works, num_marked = self._marked_work, self._num_marked
-        # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
-        if num_marked < len(works) and works[num_marked] <= work_done:
-            mark = self._computing.mark()
-            while num_marked < len(works) and works[num_marked] <= work_done:
-                self._marks[works[num_marked]] = mark
-                num_marked += 1
-            self._num_marked = num_marked
-            self._send_placed(work_done, work_done)
+        self._enqueue(work_done)
 
-    def _send_placed(self, enqueued: int, done: int) -> None:
-        while self._num_sent < self._num_messages:
-            message = self._messages[self._num_sent]
-            if message.after_work > done or message.not_before > enqueued or self._forwards and not self._may_send():
-                return
-            self._send_next()
+    def is_completed(self, message: int) -> bool:
+        return False
 
-    def _send_before(self, stop: int) -> None:
-        """Enqueues the sends that are ready, up to message `stop`, also before the work that hides them."""
-        while self._num_sent < stop and self._may_send():
-            self._send_next()
+    def wait(self, *messages: int) -> None:
+        self._enqueue(messages)
 
-    def _may_send(self) -> bool:
-        message = self._messages[self._num_sent]
-        forwarded = message.plan.after_message
-        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+    def wait_all(self) -> None:
+        self._enqueue(None)
 
-    def _send_next(self) -> None:
-        number, queue = self._num_sent, self._sending
-        self._num_sent = number + 1
-        message = self._messages[number]
-        if message.sent is not None:
-            if message.free is not None:
-                queue.run(message.free)
-            # After the work that produces it.
-            forwards = self._forwards and message.plan.after_message is not None
-            mark = self._computing.mark() if forwards else self._marks[message.after_work]
-            if mark is not self._sends_after:
-                queue.after(mark)
-                self._sends_after = mark
-            if message.lands is not None and message.own_rows is not None:
-                queue.copy(message.lands, self._rows_of_call(message.own_rows))
-            for lands, send in message.copies:
-                queue.copy(lands, send)
-            queue.run(message.sent)
-            self._has_sent = True
-        if message.reads is not None:
-            assert message.own_rows is not None
-            if self._captured:
-                self._receiving.after(queue.mark())
-            self._receiving.run(message.arrived)
-            self._receiving.copy(self._rows_of_call(message.own_rows), message.reads)
-        if self._num_sent == self._num_messages and self._has_sent:
-            self._sent = queue.mark()
+    def _enqueue(self, call: Call) -> None:
+        steps, self._state = self._state.then.get(call) or self._state.plan(call, self._transport.queues)
+        try:
+            for kind, do, a, b in steps:
+                if kind == RUN:
+                    do(a)
+                elif kind == COPY:
+                    do(a, b)
+                elif kind == SEND_OWN:
+                    do(a, self._rows_of_call(b))
+                elif kind == AFTER:
+                    do(self._positions[a])
+                elif kind == MARK:
+                    self._positions.append(do())
+                elif kind == READ_OWN:
+                    do(self._rows_of_call(a), b)
+                else:
+                    assert kind == COPY_OWN
+                    do(self._into, self._own)
+        except TransportError as error:
+            raise self._failed(error) from error
 
     def _rows_of_call(self, rows: tuple[int, int]) -> torch.Tensor:
         assert self._own is not None
         if not self._own_rows:
             # For the host, one call of torch's dispatcher for all rows costs less than one for each.
-            runs = self._runs_of_own
+            runs = self._messages.runs_of_own
             sizes = [stop - start for start, stop in runs]
             cut = (self._own,) if len(runs) == 1 else torch.unsafe_split_with_sizes(self._own, sizes)
             self._own_rows = dict(zip(runs, cut, strict=True))
         found = self._own_rows.get(rows)
         return self._own[slice(*rows)] if found is None else found
 
-    def is_completed(self, message: int) -> bool:
-        return False
-
-    def wait(self, *messages: int) -> None:
-        if not self._forwards:
-            self._wait(messages)
-            return
-        for message in messages:
-            self._wait((message,))
-            self._send_placed(self._work_done, self._work_done)
-
-    def _wait(self, messages: tuple[int, ...]) -> None:
-        """Waits for messages in one call of the driver."""
-        last = messages[0] if len(messages) == 1 else max(messages, default=-1)
-        # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
-        if self._num_sent <= last:
-            self._send_before(last + 1)
-        done, waiting = self._received, messages
-        if any(map(done.__getitem__, messages)):
-            waiting = tuple(each for each in messages if not done[each])
-        if not waiting:
-            return
-        for each in waiting:
-            done[each] = True
-        self._num_waited += len(waiting)
-        if waiting not in self._waits_for:
-            flags = [flag for flag in (self._messages[each].flag for each in waiting) if flag is not None]
-            self._waits_for[waiting] = self._computing.prepare(flags) if flags else None
-        received = self._waits_for[waiting]
-        try:
-            if received is not None:
-                if self._captured:
-                    self._computing.after(self._sending.mark())
-                self._computing.run(received)
-            if not self._reads.isdisjoint(waiting):
-                self._computing.after(self._receiving.mark())
-        except TransportError as error:
-            raise self._not_received(error) from error
-        if last == self._num_messages - 1 and self._num_sent == self._num_messages:
-            # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
-            self._wait_sends()
-
-    def _not_received(self, error: TransportError) -> TransportError:
-        """The error of a failed wait: on a host the queue names the message."""
+    def _failed(self, error: TransportError) -> TransportError:
+        """The error of a failed step: on a host the queue names the message that it waits for."""
         ranks, waits = self._transport.backend.ranks, self._transport.waits
         found = waits.of(waits.numbers()[Waits.RECEIVING :])
-        what = found[0].text(ranks) if found else "receive its messages"
-        text = f"{self._op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
+        what = found[0].text(ranks) if found else "enqueue its messages"
+        text = f"{self._messages.op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
         return TransportError(text, peer=ranks[found[0].peer] if found else -1)
-
-    def wait_all(self) -> None:
-        if self._num_waited < self._num_messages:
-            self.wait(*(each for each in range(self._num_messages) if not self._received[each]))
-        self._send_before(self._num_messages)
-        assert self._num_sent == self._num_messages, "a message was never marked ready"
-        self._wait_sends()
-        if self.own_copied is not None:
-            self._computing.after(self.own_copied)
-            self.own_copied = None
-
-    def _wait_sends(self) -> None:
-        # Not the whole queue: it may have later operations, which wait for what the peers receive after this one.
-        if self._sent is not None:
-            self._computing.after(self._sent)
-            self._sent = None

@@ -19,6 +19,7 @@ import torch
 
 from megatron_overlap.comm.symmetric.backend import FlagStep
 from megatron_overlap.comm.symmetric.copies import CopyP2PWork, CopyTransport
+from megatron_overlap.comm.symmetric.copy_steps import AFTER, COPY, CopyMessages, Queues, State
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
@@ -100,30 +101,26 @@ class HostPeersTransport(CopyTransport):
         self.share = 1
         self.arrival_s = 0.0
         self.arriving = backend.queue()
-        self.sending = HostQueue(self.sending, self)
-        # What the peers do, by operation: the steps that free their buffers, and where their messages arrive with the
-        # steps that follow.
-        self.by_peers: dict[int, tuple[object, list[tuple[torch.Tensor, object]]]] = {}
+        self.queues = self.queues._replace(sending=HostQueue(self.queues.sending, self))  # type: ignore[arg-type]
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
         repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
         assert repeated is not None, "an operation without symmetric buffers"
-        prepared = repeated.prepared.get(op)
-        if prepared is None:
-            prepared = repeated.prepared[op] = self._prepared(transfers, own, op)
-            self.by_peers[id(prepared)] = self._steps_of_peers(transfers)
-        begun = self.backend.computing.mark()
+        state = repeated.prepared.get(op)
+        if state is None:
+            messages = self._prepared(transfers, own, op)
+            # Flags at the peers stay set: the host clears none.
+            messages.buffers_are_free = None
+            state = repeated.prepared[op] = HostPeersState(messages, self, *self._steps_of_peers(transfers))
         start = time.perf_counter()
-        free, sent = self.by_peers[id(prepared)]
-        self.backend.computing.run(free)
-        # Flags at the peers stay set: the host clears none.
+        self.backend.computing.run(state.freed)
         self.arrival_s += time.perf_counter() - start
-        work = HostPeersWork(self, prepared, own, {}, begun, captured=False)
-        work.of_peers = sent
+        work = CopyP2PWork(self, state, own, None, {})
         work.mark_ready(0)
         return work
 
     def _steps_of_peers(self, transfers: Sequence[Transfer]) -> tuple[object, list[tuple[torch.Tensor, object]]]:
+        """The steps that free the buffers of the peers, and where their messages arrive with the steps that follow."""
         assert isinstance(self.buffer_pool, HeapPool)
         free: dict[int, FlagStep] = {}
         sent, numbers, arriving = [], Counter[int](), self.arriving
@@ -136,26 +133,47 @@ class HostPeersTransport(CopyTransport):
             free[transfer.message.to] = FlagStep(buffer.words[0], buffer.free(transfer.message.to), sets=True)
         return self.backend.computing.prepare(list(free.values())), sent
 
-
-class HostPeersWork(CopyP2PWork):
-    """Lets message k arrive after what message k of this rank follows."""
-
-    of_peers: Sequence[tuple[torch.Tensor, object]] = ()
-
-    def _send_next(self) -> None:
-        number, transport = self._num_sent, self._transport
-        assert isinstance(transport, HostPeersTransport)
+    def arrive_after(self, position: object) -> None:
+        """Let later messages of the peers arrive after a position of the computing queue."""
         start = time.perf_counter()
-        message, arriving = self._messages[number], transport.arriving
-        arriving.after(self._marks[message.plan.after_work])
-        source, (into, sent) = transport.sent_by(message.plan).view(-1), self.of_peers[number]
-        count = into.numel() // transport.share
-        with nullcontext() if source.device == into.device else torch.cuda.stream(arriving.stream):
+        self.arriving.after(position)
+        self.arrival_s += time.perf_counter() - start
+
+    def arrive(self, source: torch.Tensor, of_peer: tuple[torch.Tensor, object]) -> None:
+        """Enqueue the message of a peer. Its host does this, so the time is not that of this rank."""
+        start = time.perf_counter()
+        into, sent = of_peer
+        count = into.numel() // self.share
+        with nullcontext() if source.device == into.device else torch.cuda.stream(self.arriving.stream):
             into[:count].copy_(source[:count], non_blocking=True)
-        arriving.run(sent)
-        # The host of a peer does this.
-        transport.arrival_s += time.perf_counter() - start
-        super()._send_next()
+        self.arriving.run(sent)
+        self.arrival_s += time.perf_counter() - start
+
+
+class HostPeersState(State):
+    """Lets message k arrive after what message k of this rank follows.
+
+    Args:
+        freed: the steps that free the buffers of the peers.
+        of_peers: where the messages of the peers arrive, with the steps that follow.
+    """
+
+    def __init__(
+        self,
+        messages: CopyMessages,
+        transport: HostPeersTransport,
+        freed: object,
+        of_peers: list[tuple[torch.Tensor, object]],
+    ) -> None:
+        super().__init__(messages, captured=False, copies_own=False)
+        self.freed, self._transport, self._of_peers = freed, transport, of_peers
+
+    def _send_next(self, queues: Queues) -> None:
+        transport, number = self._transport, self._num_sent
+        message = self.messages.all[number].plan
+        self._steps.append((AFTER, transport.arrive_after, self._marks[message.after_work], None))
+        self._steps.append((COPY, transport.arrive, transport.sent_by(message).view(-1), self._of_peers[number]))
+        super()._send_next(queues)
 
 
 class HostQueue:

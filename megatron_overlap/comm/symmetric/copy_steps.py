@@ -1,0 +1,258 @@
+"""The steps that enqueue the messages of an operation by copies, planned once for the same calls.
+
+An operation makes the same calls of its `P2PWork` each time: which steps each call enqueues depends on the calls before
+it. `State` plans the steps of a call when it is made for the first time, and finds them later.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
+from megatron_overlap.schedules.plan import Message
+
+
+@dataclass(slots=True)
+class CopyMessage:
+    """A message and its prepared steps.
+
+    Attributes:
+        not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
+        own_rows: start and stop of the rows of a call that go to `lands` of the receiver, or come from `reads`.
+        copies: tensors of the receiver and what they get, of a message without own rows.
+        free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
+            the operation does.
+        sent: sets the flag of the receiver. Of messages that receivers copy, the second sets the flags of all later
+            ones after the same work.
+        flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
+        reads: where this rank copies from, at the sender.
+        arrived: waits for the flag before that copy.
+    """
+
+    plan: Message
+    after_work: int
+    not_before: int
+    own_rows: tuple[int, int] | None = None
+    lands: torch.Tensor | None = None
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    free: object | None = None
+    sent: object | None = None
+    flag: FlagStep | None = None
+    reads: torch.Tensor | None = None
+    arrived: object | None = None
+
+
+@dataclass(slots=True)
+class CopyMessages:
+    """The messages of operation `op`, in the order of the plan.
+
+    Attributes:
+        buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
+        runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
+        marks: values of `Message.after_work`, ascending, from 0.
+        forwards: whether a message sends what an earlier one receives.
+        reads: the messages whose bytes this rank copies itself.
+    """
+
+    op: str
+    all: list[CopyMessage] = field(default_factory=list)
+    buffers_are_free: object | None = None
+    runs_of_own: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    forwards: bool = False
+    reads: set[int] = field(default_factory=set)
+
+
+class Queues(NamedTuple):
+    """The queues of a rank."""
+
+    computing: Queue
+    sending: Queue
+    receiving: Queue
+
+
+Call = int | tuple[int, ...] | None
+"""A call of a `P2PWork`: the work done of `mark_ready`, the messages of `wait`, or None for `wait_all`."""
+
+RUN, COPY, SEND_OWN, READ_OWN, COPY_OWN, MARK, AFTER = range(7)
+
+Step = tuple[int, Callable[..., Any], Any, Any]
+"""What a call enqueues: a kind, a function of a queue, and `a` and `b`.
+
+- `RUN`: the prepared steps `a`.
+- `COPY`: a copy to `a` from `b`. `COPY_OWN`: of all own rows to `Exchange.into`.
+- `SEND_OWN`: a copy to `a` from the own rows `b`, a start and stop. `READ_OWN`: to the own rows `a` from `b`.
+- `MARK`: the position of the queue, which gets the next number. `AFTER`: orders the queue after position `a`.
+"""
+
+
+class State:
+    """How much of an operation is enqueued.
+
+    Args:
+        messages: of the operation.
+        captured: a CUDA graph captures the operation.
+        copies_own: the operation copies its own rows to `Exchange.into`.
+    """
+
+    def __init__(self, messages: CopyMessages, *, captured: bool, copies_own: bool) -> None:
+        self.messages, self._captured, self._copies_own = messages, captured, copies_own
+        self.then: dict[Call, tuple[list[Step], State]] = {}
+        """The calls made in this state: their steps, and the state after them."""
+        self._steps: list[Step] = []
+        self._num_sent, self._num_positions = 0, 0
+        self._received = [False] * len(messages.all)
+        # Positions of the computing queue, by the work done there.
+        self._marks: dict[int, int] = {}
+        self._work_done = -1
+        # The position that the queue of sends follows, the one after the last send, and that of the receiving queue
+        # after the copy of the own rows.
+        self._sends_after: int | None = None
+        self._has_sent = False
+        self._sent: int | None = None
+        self._own_copied: int | None = None
+
+    def plan(self, call: Call, queues: Queues) -> "tuple[list[Step], State]":
+        """Plan a call: its steps, and the state after it. The first call is `mark_ready` of no work."""
+        after = copy.copy(self)
+        after.then, after._steps, after._received, after._marks = {}, [], self._received.copy(), self._marks.copy()
+        if self._work_done < 0:
+            after._begin(queues)
+        if call is None:
+            after._wait_all(queues)
+        elif isinstance(call, int):
+            after._mark_ready(call, queues)
+        else:
+            after._wait(call, queues)
+        found = self.then[call] = after._steps, after
+        return found
+
+    def _run(self, queue: Queue, prepared: object) -> None:
+        self._steps.append((RUN, queue.run, prepared, None))
+
+    def _mark(self, queue: Queue) -> int:
+        """The number of the present position of a queue."""
+        self._steps.append((MARK, queue.mark, None, None))
+        self._num_positions += 1
+        return self._num_positions - 1
+
+    def _after(self, queue: Queue, position: int) -> None:
+        self._steps.append((AFTER, queue.after, position, None))
+
+    def _begin(self, queues: Queues) -> None:
+        messages, receiving = self.messages, queues.receiving
+        self._work_done = 0
+        begun = self._marks[0] = self._mark(queues.computing)
+        if messages.buffers_are_free is not None or messages.reads or self._copies_own:
+            # Beside the computation: on a device each flag is a copy.
+            self._after(receiving, begun)
+        if messages.buffers_are_free is not None:
+            self._run(receiving, messages.buffers_are_free)
+            if self._captured:
+                self._after(queues.sending, self._mark(receiving))
+        if self._copies_own:
+            self._steps.append((COPY_OWN, receiving.copy, None, None))
+            self._own_copied = self._mark(receiving)
+
+    def _mark_ready(self, work_done: int, queues: Queues) -> None:
+        # First what the last work hides, with the positions before it.
+        self._send_placed(work_done, self._work_done, queues)
+        if work_done <= self._work_done:
+            return
+        # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
+        if reached := [work for work in self.messages.marks if self._work_done < work <= work_done]:
+            self._marks.update(dict.fromkeys(reached, self._mark(queues.computing)))
+        self._work_done = work_done
+        self._send_placed(work_done, work_done, queues)
+
+    def _send_placed(self, enqueued: int, done: int, queues: Queues) -> None:
+        messages = self.messages.all
+        while self._num_sent < len(messages):
+            message = messages[self._num_sent]
+            if message.after_work > done or message.not_before > enqueued or not self._may_send():
+                return
+            self._send_next(queues)
+
+    def _send_before(self, stop: int, queues: Queues) -> None:
+        """Enqueues the sends that are ready, up to message `stop`, also before the work that hides them."""
+        while self._num_sent < stop and self._may_send():
+            self._send_next(queues)
+
+    def _may_send(self) -> bool:
+        message = self.messages.all[self._num_sent]
+        forwarded = message.plan.after_message
+        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+
+    def _send_next(self, queues: Queues) -> None:
+        message, (computing, sending, receiving) = self.messages.all[self._num_sent], queues
+        self._num_sent += 1
+        if message.sent is not None:
+            if message.free is not None:
+                self._run(sending, message.free)
+            # After the work that produces it.
+            forwards = message.plan.after_message is not None
+            position = self._mark(computing) if forwards else self._marks[message.after_work]
+            if position != self._sends_after:
+                self._after(sending, position)
+                self._sends_after = position
+            if message.lands is not None and message.own_rows is not None:
+                self._steps.append((SEND_OWN, sending.copy, message.lands, message.own_rows))
+            for lands, send in message.copies:
+                self._steps.append((COPY, sending.copy, lands, send))
+            self._run(sending, message.sent)
+            self._has_sent = True
+        if message.reads is not None:
+            if self._captured:
+                self._after(receiving, self._mark(sending))
+            self._run(receiving, message.arrived)
+            self._steps.append((READ_OWN, receiving.copy, message.own_rows, message.reads))
+        if self._num_sent == len(self.messages.all) and self._has_sent:
+            self._sent = self._mark(sending)
+
+    def _wait(self, messages: tuple[int, ...], queues: Queues) -> None:
+        if not self.messages.forwards:
+            self._wait_together(messages, queues)
+            return
+        for message in messages:
+            self._wait_together((message,), queues)
+            self._send_placed(self._work_done, self._work_done, queues)
+
+    def _wait_together(self, messages: tuple[int, ...], queues: Queues) -> None:
+        """Waits for messages in one call of the driver."""
+        last, all_messages = max(messages, default=-1), self.messages.all
+        # The receiver of an earlier message may be the rank that sends this one: first the sends before it.
+        self._send_before(last + 1, queues)
+        waiting = [each for each in messages if not self._received[each]]
+        if not waiting:
+            return
+        for each in waiting:
+            self._received[each] = True
+        flags = [flag for flag in (all_messages[each].flag for each in waiting) if flag is not None]
+        if flags:
+            if self._captured:
+                self._after(queues.computing, self._mark(queues.sending))
+            self._run(queues.computing, queues.computing.prepare(flags))
+        if not self.messages.reads.isdisjoint(waiting):
+            self._after(queues.computing, self._mark(queues.receiving))
+        if last == len(all_messages) - 1 and self._num_sent == len(all_messages):
+            # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
+            self._wait_sends(queues)
+
+    def _wait_all(self, queues: Queues) -> None:
+        if not all(self._received):
+            self._wait(tuple(each for each, received in enumerate(self._received) if not received), queues)
+        self._send_before(len(self._received), queues)
+        assert self._num_sent == len(self._received), "a message was never marked ready"
+        self._wait_sends(queues)
+        if self._own_copied is not None:
+            self._after(queues.computing, self._own_copied)
+            self._own_copied = None
+
+    def _wait_sends(self, queues: Queues) -> None:
+        # Not the whole queue: it may have later operations, which wait for what the peers receive after this one.
+        if self._sent is not None:
+            self._after(queues.computing, self._sent)
+            self._sent = None
