@@ -179,8 +179,9 @@ class CopyTransport:
         messages.buffers_are_free = receiving.prepare(free) if free else None
         messages.marks = sorted(set(messages.marks))
         if own is not None:
-            own_sent = [message.own_rows for message in messages.all if message.own_rows is not None]
-            messages.runs_of_own = list(pairwise(sorted({0, own.shape[0], *chain.from_iterable(own_sent)})))
+            messages.own_rows = {message.own_rows for message in messages.all if message.own_rows is not None}
+            bounds = {0, own.shape[0], *chain.from_iterable(messages.own_rows)}
+            messages.runs_of_own = list(pairwise(sorted(bounds)))
         return messages
 
     def _buffer_of(self, transfer: Transfer, number: int, op: str) -> SymmetricBuffer:
@@ -247,7 +248,8 @@ class CopyP2PWork:
         cut: dict[tuple[int, int], torch.Tensor],
     ) -> None:
         self._transport, self._messages, self._state = transport, state.messages, state
-        self._own, self._into, self._own_rows = own, into, cut
+        self._own, self._into = own, into
+        self._own_rows = {} if own is None else state.messages.rows_of(own, cut)
         self._positions: list[object] = []
 
     def mark_ready(self, work_done: int) -> None:
@@ -264,36 +266,26 @@ class CopyP2PWork:
 
     def _enqueue(self, call: Call) -> None:
         steps, self._state = self._state.then.get(call) or self._state.plan(call, self._transport.queues)
+        positions, own_rows = self._positions, self._own_rows
         try:
             for kind, do, a, b in steps:
                 if kind == RUN:
                     do(a)
+                elif kind == SEND_OWN:
+                    do(a, own_rows[b])
+                elif kind == AFTER:
+                    do(positions[a])
+                elif kind == MARK:
+                    positions.append(do())
                 elif kind == COPY:
                     do(a, b)
-                elif kind == SEND_OWN:
-                    do(a, self._rows_of_call(b))
-                elif kind == AFTER:
-                    do(self._positions[a])
-                elif kind == MARK:
-                    self._positions.append(do())
                 elif kind == READ_OWN:
-                    do(self._rows_of_call(a), b)
+                    do(own_rows[a], b)
                 else:
                     assert kind == COPY_OWN
                     do(self._into, self._own)
         except TransportError as error:
             raise self._failed(error) from error
-
-    def _rows_of_call(self, rows: tuple[int, int]) -> torch.Tensor:
-        assert self._own is not None
-        if not self._own_rows:
-            # For the host, one call of torch's dispatcher for all rows costs less than one for each.
-            runs = self._messages.runs_of_own
-            sizes = [stop - start for start, stop in runs]
-            cut = (self._own,) if len(runs) == 1 else torch.unsafe_split_with_sizes(self._own, sizes)
-            self._own_rows = dict(zip(runs, cut, strict=True))
-        found = self._own_rows.get(rows)
-        return self._own[slice(*rows)] if found is None else found
 
     def _failed(self, error: TransportError) -> TransportError:
         """The error of a failed step: on a host the queue names the message that it waits for."""

@@ -51,7 +51,8 @@ class CopyMessages:
 
     Attributes:
         buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
-        runs_of_own: start and stop of consecutive own rows of a call: one run each, unless messages share rows.
+        own_rows: start and stop of the own rows of each message.
+        runs_of_own: consecutive runs of all own rows of a call: those of the messages, unless messages share rows.
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
         reads: the messages whose bytes this rank copies itself.
@@ -60,10 +61,23 @@ class CopyMessages:
     op: str
     all: list[CopyMessage] = field(default_factory=list)
     buffers_are_free: object | None = None
+    own_rows: set[tuple[int, int]] = field(default_factory=set)
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
     reads: set[int] = field(default_factory=set)
+
+    def rows_of(
+        self, own: torch.Tensor, cut: dict[tuple[int, int], torch.Tensor]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """The own rows of the messages in `own`; `cut` has those that are cut already."""
+        if not cut and self.own_rows:
+            # For the host, one call of torch's dispatcher for all rows costs less than one for each.
+            sizes = [stop - start for start, stop in self.runs_of_own]
+            parts = (own,) if len(sizes) == 1 else torch.unsafe_split_with_sizes(own, sizes)
+            cut = dict(zip(self.runs_of_own, parts, strict=True))
+        missing = self.own_rows - cut.keys()
+        return {**cut, **{rows: own[slice(*rows)] for rows in missing}} if missing else cut
 
 
 class Queues(NamedTuple):
@@ -111,7 +125,6 @@ class State:
         # The position that the queue of sends follows, the one after the last send, and that of the receiving queue
         # after the copy of the own rows.
         self._sends_after: int | None = None
-        self._has_sent = False
         self._sent: int | None = None
         self._own_copied: int | None = None
 
@@ -203,13 +216,12 @@ class State:
             for lands, send in message.copies:
                 self._steps.append((COPY, sending.copy, lands, send))
             self._run(sending, message.sent)
-            self._has_sent = True
         if message.reads is not None:
             if self._captured:
                 self._after(receiving, self._mark(sending))
             self._run(receiving, message.arrived)
             self._steps.append((READ_OWN, receiving.copy, message.own_rows, message.reads))
-        if self._num_sent == len(self.messages.all) and self._has_sent:
+        if self._num_sent == len(self.messages.all) and self._sends_after is not None:
             self._sent = self._mark(sending)
 
     def _wait(self, messages: tuple[int, ...], queues: Queues) -> None:
