@@ -161,9 +161,7 @@ def verdict(search: Callable[[], object]) -> str:
     return ""
 
 
-MUTANTS = [
-    each for each in load() if "symmetric/cop" in each.file and "tests/comm/test_copy_protocol.py" in each.tests
-]
+MUTANTS = [each for each in load() if "symmetric/cop" in each.file and "tests/comm/test_copy_protocol.py" in each.tests]
 
 
 def test_the_reduction_finds_the_mutants_that_the_whole_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ class CopyP2PWork:
         into: torch.Tensor | None,
         cut: dict[tuple[int, int], torch.Tensor],
     ) -> None:
-        self._transport, self._messages, self._state = transport, state.messages, state
+        self._transport, self._state = transport, state
         self._own, self._into = own, into
         self._own_rows = {} if own is None else state.messages.rows_of(own, cut)
         self._positions: list[object] = []
@@ -292,5 +292,5 @@ class CopyP2PWork:
         ranks, waits = self._transport.backend.ranks, self._transport.waits
         found = waits.of(waits.numbers()[Waits.RECEIVING :])
         what = found[0].text(ranks) if found else "enqueue its messages"
-        text = f"{self._messages.op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
+        text = f"{self._state.messages.op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
         return TransportError(text, peer=ranks[found[0].peer] if found else -1)
