@@ -129,7 +129,10 @@ class Session(AbstractContextManager["Session"]):
         changed.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
-        return self._apply(self._engine.plan(set(features) - known), required=required)
+        plan = self._apply(self._engine.plan(set(features) - known), required=required)
+        if self.active:
+            self.reason = self._explain()
+        return plan
 
     def _apply(self, plan: Plan, *, required: bool = False) -> Plan:
         refused = [_sentence(finding) for finding in plan.refused]
@@ -260,8 +263,10 @@ class Session(AbstractContextManager["Session"]):
     def _explain(self) -> str:
         plan = self._plan.of(_FEATURES)
         if plan.applicable:
-            suffix = f", {len(plan.refused)} refused" if plan.refused else ""
-            return f"{len(plan.applicable)} of Megatron's functions are replaced{suffix}"
+            num_replaced, num_overlapped = len(self._plan.applicable), len(plan.applicable)
+            overlapped = f", {num_overlapped} of them to overlap" if num_overlapped < num_replaced else ""
+            refused = f", {len(plan.refused)} refused" if plan.refused else ""
+            return f"{num_replaced} of Megatron's functions are replaced{overlapped}{refused}"
         if plan.refused:
             return f"the stock path runs everywhere: {'; '.join(map(_sentence, plan.refused))}"
         if self.config.varlen.method != "none":

@@ -16,10 +16,11 @@ import torch
 from megatron_overlap.comm.symmetric import copies
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool
-from megatron_overlap.comm.transport import Transfer, TransportError
+from megatron_overlap.comm.transport import Exchange, Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, _GatheredRows
-from megatron_overlap.schedules import all_gather_plan
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce import _ScatteredRows
+from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Chunk, Message
 from scripts.mutants import ROOT, load
 from tests.comm.copy_protocol import (
@@ -276,6 +277,49 @@ def test_what_a_call_enqueues() -> None:
         *_, (_, rows_of) = transport.buffer_pool.derived.values()
         (state,) = rows_of.prepared.values()
         assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in state.messages.all)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
+    """A transport that planned other orders enqueues the same steps as a new one."""
+    draw, arenas, plan = (
+        random.Random(seed),
+        dict[tuple[str, int], list[torch.Tensor]](),
+        reduce_scatter_plan(3, 0, chunks_per_rank=2),
+    )
+    num_work, like = len(plan.work), torch.zeros(1)
+    partial = torch.zeros(12, 4)
+
+    def new() -> tuple[CopyTransport, RecordedBackend, _ScatteredRows]:
+        backend = RecordedBackend(0, 3, arenas, "cuda")
+        transport = CopyTransport(backend)
+        terms = transport.buffer_pool.take("received", (8, 4), like, symmetric=True)
+        return transport, backend, _ScatteredRows(plan, plan.layout(12), partial, terms, hidden=True)
+
+    def enqueued(calls: list[tuple[str, tuple[int, ...]]], opened: Any) -> list[Any]:
+        transport, backend, rows = opened
+        begin = {queue.name: len(queue.steps) for queue in backend.queues}
+        work = transport.begin(Exchange(rows), "op")
+        for name, arguments in calls:
+            getattr(work, name)(*arguments)
+        return [
+            (queue.name, step.sets, step.clears, step.writes, step.follows and step.follows[1] - begin[step.follows[0]])
+            for queue in backend.queues
+            for step in queue.steps[begin[queue.name] :]
+        ]
+
+    opened = new()
+    for _ in range(12):
+        calls, done, left = list[tuple[str, tuple[int, ...]]](), 0, list(range(len(plan.messages)))
+        while done < num_work:
+            if left and draw.random() < 0.2:
+                calls.append(("wait", (left.pop(draw.randrange(len(left))),)))
+            else:
+                done = min(num_work, done + draw.randint(1, 2))
+                calls.append(("mark_ready", (done,)))
+        calls.append(("wait_all", ()))
+        for _ in range(2):
+            assert enqueued(calls, opened) == enqueued(calls, new())
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:

@@ -303,7 +303,7 @@ def test_patches_of_further_features_are_applied_once_and_reverted(packages: Pac
     for _ in range(2):
         session.apply_patches({"training"}, required=True)
     assert packages.vendor.Base().plain(1)[0] == "ours"
-    assert session.reason == "1 of Megatron's functions are replaced"
+    assert session.reason == "2 of Megatron's functions are replaced, 1 of them to overlap"
     assert [line.feature for line in session.report().patches if line.applied] == ["tensor", "training"]
     session.disable()
     assert packages.vendor.Base().plain(1)[0] == "vendor"
