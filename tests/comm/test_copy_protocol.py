@@ -282,18 +282,14 @@ def test_what_a_call_enqueues() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
     """A transport that planned other orders enqueues the same steps as a new one."""
-    draw, arenas, plan = (
-        random.Random(seed),
-        dict[tuple[str, int], list[torch.Tensor]](),
-        reduce_scatter_plan(3, 0, chunks_per_rank=2),
-    )
-    num_work, like = len(plan.work), torch.zeros(1)
-    partial = torch.zeros(12, 4)
+    draw, arenas = random.Random(seed), dict[tuple[str, int], list[torch.Tensor]]()
+    plan, partial = reduce_scatter_plan(3, 0, chunks_per_rank=2), torch.zeros(12, 4)
+    num_work = len(plan.work)
 
     def new() -> tuple[CopyTransport, RecordedBackend, _ScatteredRows]:
         backend = RecordedBackend(0, 3, arenas, "cuda")
         transport = CopyTransport(backend)
-        terms = transport.buffer_pool.take("received", (8, 4), like, symmetric=True)
+        terms = transport.buffer_pool.take("received", (8, 4), partial, symmetric=True)
         return transport, backend, _ScatteredRows(plan, plan.layout(12), partial, terms, hidden=True)
 
     def enqueued(calls: list[tuple[str, tuple[int, ...]]], opened: Any) -> list[Any]:
