@@ -30,11 +30,12 @@ from tests.comm.copy_protocol import RecordedBackend
 class Driver:
     """Records the calls of the driver of one stream, and writes the words of copies."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, writes_reach_peers: bool = False) -> None:
         self.calls: list[Any] = []
         self.sources = torch.tensor([1, 0], dtype=torch.int32)
         monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
         monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
+        monkeypatch.setattr(cuda, "_writes_reach_peers", lambda: writes_reach_peers)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
 
@@ -45,7 +46,11 @@ class Driver:
 
     def write(self, stream: int, address: int, value: int, flags: int) -> int:
         assert stream == 17
-        self.sources[(address - self.sources.data_ptr()) // 4] = value
+        place = (address - self.sources.data_ptr()) // 4
+        if place in (0, 1):
+            self.sources[place] = value
+        else:
+            self.calls.append(("write", address, value, stream))
         return 0
 
     def wait(self, stream: int, address: int, value: int, flags: int) -> int:
@@ -70,6 +75,30 @@ def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatc
         ("copy", at + 24, 4, 1, 17),
         ("copy", at + 12, 4, 42, 17),
     ]
+
+
+def test_a_stream_writes_words_of_peers_where_the_driver_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for several flags."""
+    driver, words = Driver(monkeypatch, writes_reach_peers=True), torch.zeros(8, dtype=torch.int32)
+    driver.queue.write(words, 3, 41)
+    steps = [FlagStep(words, position, sets) for position, sets in ((2, True), (5, False), (6, True))]
+    driver.queue.run(driver.queue.prepare(steps))
+    at, write, wait = words.data_ptr(), cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
+    assert driver.calls == [
+        ("write", at + 12, 41, 17),
+        [(write, at + 8, 1), (wait, at + 20, 1), (write, at + 20, 0), (write, at + 24, 1)],
+    ]
+
+
+@pytest.mark.parametrize(("version", "reach"), [(12080, True), (13000, True), (13010, False), (13020, False)])
+def test_which_drivers_write_to_peers(monkeypatch: pytest.MonkeyPatch, version: int, reach: bool) -> None:
+    def get_version(found: Any) -> int:
+        found._obj.value = version
+        return 0
+
+    library = SimpleNamespace(cuDriverGetVersion=get_version)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: library)
+    assert cuda._writes_reach_peers.__wrapped__() is reach
 
 
 def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:

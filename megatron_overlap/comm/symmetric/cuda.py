@@ -147,6 +147,17 @@ def _driver_functions() -> tuple[Callable[..., int], ...]:
     return copy, write, wait, batch
 
 
+@lru_cache
+def _writes_reach_peers() -> bool:
+    """Whether a stream can write to the memory of another GPU: since CUDA 13.1 it cannot.
+
+    Source: github.com/NVIDIA/nccl/issues/2052. A write takes the host and the device less time than a copy.
+    """
+    version = ctypes.c_int()
+    _check("cuDriverGetVersion", ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)))
+    return version.value < 13010
+
+
 class MemOp(ctypes.Structure):
     """`CUstreamBatchMemOpParams` of the CUDA driver: a wait for a word or a write to it."""
 
@@ -168,8 +179,7 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 class StreamQueue:
     """A queue on a stream. `None` selects the current stream at each call.
 
-    Words of peers are written by copies: since CUDA 13.1 `cuStreamWriteValue` cannot write to the memory of another GPU
-    (github.com/NVIDIA/nccl/issues/2052).
+    Where a stream cannot write to the memory of another GPU, copies write the words of peers.
 
     The caller orders the computing stream after all copies from a tensor before it frees the tensor. A new thread, such
     as one of autograd, calls `mark` or `after` first: calls of the driver fail (201) in a thread without a context.
@@ -181,6 +191,7 @@ class StreamQueue:
         # The streams of earlier calls, by handle.
         self._used = {} if stream is None else {stream.cuda_stream: stream}
         self._copy, self._write, self._wait, self._batch = _driver_functions()
+        self._copies_words = not _writes_reach_peers()
         self._sources = _source_words()
         self._one, self._value = self._sources.data_ptr(), self._sources.data_ptr() + 4
 
@@ -207,10 +218,12 @@ class StreamQueue:
         _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
-        # Flags 0: the write follows all earlier work of the stream.
-        stream = self._raw_stream()
-        _check("cuStreamWriteValue32", self._write(stream, self._value, value, 0))
-        _check("cuMemcpyAsync", self._copy(words.data_ptr() + 4 * index, self._value, 4, stream))
+        stream, address = self._raw_stream(), words.data_ptr() + 4 * index
+        # Flags 0: the write follows all earlier work of the stream, also for readers on other devices.
+        written = self._write(stream, self._value if self._copies_words else address, value, 0)
+        _check("cuStreamWriteValue32", written)
+        if self._copies_words:
+            _check("cuMemcpyAsync", self._copy(address, self._value, 4, stream))
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         # Flags 0: until the word is at least the value.
@@ -219,11 +232,11 @@ class StreamQueue:
 
     def prepare(self, steps: Sequence[FlagStep]) -> object:
         calls: list[object] = []
-        for sets, group in groupby(steps, key=lambda step: step.sets):
-            if sets:
+        for copies, group in groupby(steps, key=lambda step: step.sets and self._copies_words):
+            if copies:
                 calls += [step.words.data_ptr() + 4 * step.position for step in group]
             else:
-                ops = (op for step in group for op in _wait_ops(step))
+                ops = (op for step in group for op in _ops(step))
                 calls += [(MemOp * len(some))(*some) for some in batched(ops, _MAX_OPS)]
         return calls
 
@@ -251,9 +264,11 @@ def _source_words() -> torch.Tensor:
     return words
 
 
-def _wait_ops(step: FlagStep) -> list[MemOp]:
-    """Wait for a flag of this rank, and clear it. Flags 0, as in `StreamQueue.write` and `wait`."""
+def _ops(step: FlagStep) -> list[MemOp]:
+    """Set a flag, or wait for one of this rank and clear it. Flags 0, as in `StreamQueue.write` and `wait`."""
     address = step.words.data_ptr() + 4 * step.position
+    if step.sets:
+        return [MemOp(WRITE_VALUE_32, address, 1)]
     wait = [MemOp(WAIT_VALUE_32, address, 1), MemOp(WRITE_VALUE_32, address, 0)]
     if step.note is None:
         return wait
