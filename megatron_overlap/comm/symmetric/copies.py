@@ -113,7 +113,7 @@ class CopyTransport:
         return work
 
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> CopyMessages:
-        messages, (_, sending, receiving) = CopyMessages(op, marks=[0]), self.queues
+        messages = CopyMessages(op, marks=[0])
         repeats = isinstance(transfers, Exchange)
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
@@ -146,7 +146,7 @@ class CopyTransport:
                     wait = Wait(op, index, plan, "its buffer is not free")
                     note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
-                message.sent = sending.prepare([sent])
+                message.sent = [sent]
             num_sent[to] += sends
             if transfer.recv.numel():
                 flag = buffer.flag(plan.source, num_received[source])
@@ -158,7 +158,7 @@ class CopyTransport:
                     message.own_rows = _rows_of(own, transfer.recv)
                     messages.reads.add(index)
                     message.reads = _at(buffer.data[plan.source], transfer.reads)
-                    message.arrived = receiving.prepare([arrives])
+                    message.arrived = [arrives]
                 else:
                     message.flag = arrives
                 if transfer.reads is None and not num_received[source]:
@@ -170,13 +170,13 @@ class CopyTransport:
             # The work before the first message hides the waits: one call of the driver.
             awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
         for message, steps in awaited:
-            message.free = sending.prepare(steps)
+            message.free = steps
         for (message, step), *others in announced.values():
             # The first copy need not wait for the flags of the others.
-            message.sent = sending.prepare([step])
+            message.sent = [step]
             if others:
-                others[0][0].sent = sending.prepare([step for _, step in others])
-        messages.buffers_are_free = receiving.prepare(free) if free else None
+                others[0][0].sent = [step for _, step in others]
+        messages.buffers_are_free = free
         messages.marks = sorted(set(messages.marks))
         if own is not None:
             messages.own_rows = {message.own_rows for message in messages.all if message.own_rows is not None}

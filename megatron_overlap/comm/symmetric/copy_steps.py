@@ -17,16 +17,16 @@ from megatron_overlap.schedules.plan import Message
 
 @dataclass(slots=True)
 class CopyMessage:
-    """A message and its prepared steps.
+    """A message and its steps on flags.
 
     Attributes:
         not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
         own_rows: start and stop of the rows of a call that go to `lands` of the receiver, or come from `reads`.
         copies: tensors of the receiver and what they get, of a message without own rows.
-        free: waits until the buffer of the receiver is free, or those of all receivers; None if an earlier message of
+        free: waits until the buffer of the receiver is free, or those of all receivers; empty if an earlier message of
             the operation does.
-        sent: sets the flag of the receiver. Of messages that receivers copy, the second sets the flags of all later
-            ones after the same work.
+        sent: sets the flag of the receiver; empty if this rank sends no bytes. Of messages that receivers copy, the
+            second sets the flags of all later ones after the same work.
         flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
         reads: where this rank copies from, at the sender.
         arrived: waits for the flag before that copy.
@@ -38,11 +38,11 @@ class CopyMessage:
     own_rows: tuple[int, int] | None = None
     lands: torch.Tensor | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    free: object | None = None
-    sent: object | None = None
+    free: list[FlagStep] = field(default_factory=list)
+    sent: list[FlagStep] = field(default_factory=list)
     flag: FlagStep | None = None
     reads: torch.Tensor | None = None
-    arrived: object | None = None
+    arrived: list[FlagStep] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class CopyMessages:
     """The messages of operation `op`, in the order of the plan.
 
     Attributes:
-        buffers_are_free: sets the flags of the senders; None if this rank receives nothing.
+        buffers_are_free: sets the flags of the senders.
         own_rows: start and stop of the own rows of each message.
         runs_of_own: consecutive runs of all own rows of a call: those of the messages, unless messages share rows.
         marks: values of `Message.after_work`, ascending, from 0.
@@ -60,7 +60,7 @@ class CopyMessages:
 
     op: str
     all: list[CopyMessage] = field(default_factory=list)
-    buffers_are_free: object | None = None
+    buffers_are_free: list[FlagStep] = field(default_factory=list)
     own_rows: set[tuple[int, int]] = field(default_factory=set)
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -96,7 +96,7 @@ RUN, COPY, SEND_OWN, READ_OWN, COPY_OWN, MARK, AFTER = range(7)
 Step = tuple[int, Callable[..., Any], Any, Any]
 """What a call enqueues: a kind, a function of a queue, and `a` and `b`.
 
-- `RUN`: the prepared steps `a`.
+- `RUN`: the prepared steps on flags `a`.
 - `COPY`: a copy to `a` from `b`. `COPY_OWN`: of all own rows to `Exchange.into`.
 - `SEND_OWN`: a copy to `a` from the own rows `b`, a start and stop. `READ_OWN`: to the own rows `a` from `b`.
 - `MARK`: the position of the queue, which gets the next number. `AFTER`: orders the queue after position `a`.
@@ -116,7 +116,8 @@ class State:
         self.messages, self._captured, self._copies_own = messages, captured, copies_own
         self.then: dict[Call, tuple[list[Step], State]] = {}
         """The calls made in this state: their steps, and the state after them."""
-        self._steps: list[Step] = []
+        # Those of `RUN` have a queue and flags until all are known: consecutive ones are one call of the driver.
+        self._steps: list[Any] = []
         self._num_sent, self._num_positions = 0, 0
         self._received = [False] * len(messages.all)
         # Positions of the computing queue, by the work done there.
@@ -140,11 +141,16 @@ class State:
             after._mark_ready(call, queues)
         else:
             after._wait(call, queues)
-        found = self.then[call] = after._steps, after
-        return found
+        steps = [
+            (RUN, each[1].run, each[1].prepare(each[2]), None) if each[0] == RUN else each for each in after._steps
+        ]
+        self.then[call] = steps, after
+        return steps, after
 
-    def _run(self, queue: Queue, prepared: object) -> None:
-        self._steps.append((RUN, queue.run, prepared, None))
+    def _run(self, queue: Queue, flags: list[FlagStep]) -> None:
+        if self._steps and self._steps[-1][0] == RUN and self._steps[-1][1] is queue:
+            flags = self._steps.pop()[2] + flags
+        self._steps.append((RUN, queue, flags, None))
 
     def _mark(self, queue: Queue) -> int:
         """The number of the present position of a queue."""
@@ -159,10 +165,10 @@ class State:
         messages, receiving = self.messages, queues.receiving
         self._work_done = 0
         begun = self._marks[0] = self._mark(queues.computing)
-        if messages.buffers_are_free is not None or messages.reads or self._copies_own:
+        if messages.buffers_are_free or messages.reads or self._copies_own:
             # Beside the computation: on a device each flag is a copy.
             self._after(receiving, begun)
-        if messages.buffers_are_free is not None:
+        if messages.buffers_are_free:
             self._run(receiving, messages.buffers_are_free)
             if self._captured:
                 self._after(queues.sending, self._mark(receiving))
@@ -202,8 +208,8 @@ class State:
     def _send_next(self, queues: Queues) -> None:
         message, (computing, sending, receiving) = self.messages.all[self._num_sent], queues
         self._num_sent += 1
-        if message.sent is not None:
-            if message.free is not None:
+        if message.sent:
+            if message.free:
                 self._run(sending, message.free)
             # After the work that produces it.
             forwards = message.plan.after_message is not None
@@ -246,7 +252,7 @@ class State:
         if flags:
             if self._captured:
                 self._after(queues.computing, self._mark(queues.sending))
-            self._run(queues.computing, queues.computing.prepare(flags))
+            self._run(queues.computing, flags)
         if not self.messages.reads.isdisjoint(waiting):
             self._after(queues.computing, self._mark(queues.receiving))
         if last == len(all_messages) - 1 and self._num_sent == len(all_messages):

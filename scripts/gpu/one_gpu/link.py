@@ -110,7 +110,7 @@ class HostPeersTransport(CopyTransport):
         if state is None:
             messages = self._prepared(transfers, own, op)
             # Flags at the peers stay set: the host clears none.
-            messages.buffers_are_free = None
+            messages.buffers_are_free = []
             state = repeated.prepared[op] = HostPeersState(messages, self, *self._steps_of_peers(transfers))
         start = time.perf_counter()
         self.backend.computing.run(state.freed)
