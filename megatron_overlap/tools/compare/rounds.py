@@ -132,21 +132,18 @@ def run_rounds[Record](
     """
     numbers = range(1, rounds + 1)
     plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
-    records: list[list[Record]] = [[] for _ in configs]
+    records: dict[str, list[Record]] = {config.name: [] for config in configs}
     for number, planned in zip(numbers, plans, strict=True):
-        launches = list(zip(planned, configs, records, strict=True))
-        for launched, config, read_before in launches if number % 2 else reversed(launches):
-            on_launch(f"round {number}/{rounds}  {config.name}")
+        for launched in planned if number % 2 else reversed(planned):
+            name = launched.config.name
+            on_launch(f"round {number}/{rounds}  {name}")
             try:
                 execute(launched, on_line=on_line, on_note=on_note)
-                read_before.append(read(launched.run_dir, config))
+                records[name].append(read(launched.run_dir, launched.config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise RunError(f"round {number} of {rounds}, {config.name}: {error}") from error
+                raise RunError(f"round {number} of {rounds}, {name}: {error}") from error
     # The network is that of the last launch of a config.
-    return [
-        Launched(config.name, _link_of(launched), tuple(each))
-        for config, launched, each in zip(configs, plans[-1], records, strict=True)
-    ]
+    return [Launched(last.config.name, _link_of(last), tuple(records[last.config.name])) for last in plans[-1]]
 
 
 def run_folder(folder: Path, number: int, name: str) -> Path:
@@ -188,15 +185,16 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
 
 def _differences(configs: Sequence[LaunchConfig]) -> list[str]:
     """Notes of the report on runs that may do other work."""
-    first, notes = configs[0], []
-    for config in configs[1:]:
-        if config.world_size != first.world_size:
-            notes.append(f"{config.name} has {config.world_size} ranks, {first.name} {first.world_size}.")
-    given = [config.megatron_args for config in configs]
-    every = {argument for each in given for argument in each} - {TWO_MICROBATCHES}
-    different = sorted(argument for argument in every if not all(argument in each for each in given))
-    if different:
-        notes.append(f"Only some runs have these megatron_args: {' '.join(different)}.")
+    first = configs[0]
+    notes = [
+        f"{config.name} has {config.world_size} ranks, {first.name} {first.world_size}."
+        for config in configs
+        if config.world_size != first.world_size
+    ]
+    given = [{*config.megatron_args} for config in configs]
+    every, shared = set.union(*given), given[0].intersection(*given)
+    if different := every - shared - {TWO_MICROBATCHES}:
+        notes.append(f"Only some runs have these megatron_args: {' '.join(sorted(different))}.")
     return notes
 
 

@@ -31,7 +31,6 @@ _PORTS = range(20000, 32000)  # below the local ports of Linux (net.ipv4.ip_loca
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
 
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
 _SETTLE_S = 0.3
 _MAX_LINE = 1 << 20  # bytes of a line to keep in memory: a progress bar may never end its line
@@ -140,10 +139,8 @@ class _Rank:
 
     def close(self) -> None:
         self.kill()
-        self.process.wait()
-        os.close(self.status_fd)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        with self.process:  # closes its pipe and waits for its end
+            os.close(self.status_fd)
         self._log.close()
 
     def send(self, number: signal.Signals) -> None:
@@ -237,7 +234,7 @@ def run_ranks(
     log_dir: Path,
     lab: Netlab | None = None,
     on_line: OnLine | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float = 10.0,
 ) -> float:
     """Run all ranks to their end, and return the wall time in seconds.
 
