@@ -1,6 +1,6 @@
 """The launches of a comparison: which configs, whether they are comparable, and their interleaved execution."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
 from megatron_overlap.tools.compare.generation import Workload
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import CONFIG_FILE, LaunchPlan, execute, plan
+from megatron_overlap.tools.launch.plan import CONFIG_FILE, LaunchPlan, changed, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
 
@@ -22,6 +22,7 @@ _MUST_AGREE = (
     *("train.lr", "train.min_lr", "train.lr_decay_style", "train.lr_decay_iterations", "train.lr_warmup_iterations"),
     *("train.weight_decay", "train.clip_grad"),
 )
+_UNSAVED = {"save": None, "save_interval": None}  # keys of `train` without checkpoints
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
         configs.append(_serial(file, overlapped))
     if any(config.train.save is not None for config in configs):
         notes.append("Checkpoints are not saved (train.save is removed): the runs would write to the same folder.")
-        configs = [_changed(config, train={"save": None, "save_interval": None}) for config in configs]
+        configs = [changed(config, train=_UNSAVED) for config in configs]
     _different_names(file, configs)
     return Selection(tuple(configs), serial, tuple(notes))
 
@@ -70,6 +71,7 @@ def select_generation(
     generate.
     """
     file, _, configs = _runs_of(given)
+    launch = {"entry": str(resource_folder("scripts") / "generate_gpt.py")}
     chosen = []
     for config in configs:
         for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
@@ -85,16 +87,9 @@ def select_generation(
         if config.train.tp_comm_overlap:
             continue
         workloads = sorted({Workload(length, batch) for length in lengths for batch in batches})
-        arguments = ["--generate-workloads", *map(str, workloads), "--generate-tokens", str(new_tokens)]
-        chosen.append(
-            _changed(
-                config,
-                launch={"entry": str(resource_folder("scripts") / "generate_gpt.py")},
-                train={"save": None, "save_interval": None},
-                overlap={"trace": False},
-                megatron_args=(*config.megatron_args, *arguments, "--generate-engine", engine),
-            )
-        )
+        arguments = ("--generate-workloads", *map(str, workloads), "--generate-tokens", str(new_tokens))
+        args = (*config.megatron_args, *arguments, "--generate-engine", engine)
+        chosen.append(changed(config, launch=launch, train=_UNSAVED, overlap={"trace": False}, megatron_args=args))
     _different_names(file, chosen)
     entry = any(config.launch.entry is not None for config in configs)
     notes = ["The model is that of the provided scripts: launch.entry does not run."] if entry else []
@@ -222,15 +217,7 @@ def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     if not sections:
         remedy = "compare --attribute needs method p2p or auto of tensor, ulysses or expert, and ranks that share it"
         raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
-    return _changed(config, name=f"{config.name}_serial", overlap=sections)
-
-
-def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | Sequence[str]) -> LaunchConfig:
-    """A config with some keys of some sections replaced, or a whole text or list, validated again."""
-    dump = config.model_dump()
-    for section, keys in sections.items():
-        dump[section] = {**dump[section], **keys} if isinstance(keys, Mapping) else keys
-    return LaunchConfig.model_validate(dump)
+    return changed(config, name=f"{config.name}_serial", overlap=sections)
 
 
 def _different_names(file: str, configs: Sequence[LaunchConfig]) -> None:
