@@ -124,9 +124,7 @@ def _events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
 
 def trace(
     run_dir: Annotated[Path, Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
-    output: Annotated[
-        Path | None, Option(help="File of the trace, .json or .json.gz. Default: trace.json.gz in RUN_DIR.")
-    ] = None,
+    output: Annotated[Path | None, Option(help=".json or .json.gz file. Default: trace.json.gz in RUN_DIR.")] = None,
     steps: Annotated[str | None, Option(help="FIRST:LAST, FIRST:, :LAST or one number. Default: all steps.")] = None,
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""

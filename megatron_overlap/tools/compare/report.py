@@ -160,23 +160,20 @@ def rows(result: Comparison) -> list[Row]:
         Row("grad-norm deviation", against(_deviation(other.max_grad_norm_deviation) for other in others)),
         Row("between rounds of the run", tuple(_deviation(run.own_grad_norm_deviation) for run in runs), True),
     ]
-    if any(run.evaluation_ms is not None for run in runs):
-        times = (None if run.evaluation_ms is None else run.evaluation_ms.median for run in runs)
+    evaluations = [run.evaluation_ms for run in runs]
+    if any(evaluations):
         speedups = (other.evaluation_speedup for other in others)
         shown += [
-            Row("evaluation, ms", tuple(_number(each, "{:.1f}") for each in times)),
-            Row("speedup", against("unknown" if each is None else ratio(each) for each in speedups), detail=True),
+            Row("evaluation, ms", tuple(f"{each.median:.1f}" if each else "unknown" for each in evaluations)),
+            Row("speedup", against(ratio(each) if each else "unknown" for each in speedups), detail=True),
         ]
-    exposed = [run.exposed for run in runs]
-    if any(one is not None for one in exposed):
-        medians = [None if one is None else one.step_ms.median for one in exposed]
-        shares = [None if one is None else one.share_of_step for one in exposed]
-        floors = [None if one is None else one.floor_ms for one in exposed]
+    waits = [run.exposed for run in runs]
+    if any(waits):
         shown += [
-            Row("exposed communication, ms", tuple(_number(value, "{:.1f}") for value in medians)),
-            Row("p20 to p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed), detail=True),
-            Row("share of the step", tuple(_number(value, "{:.1%}") for value in shares), detail=True),
-            Row("compute-only floor, ms", tuple(_number(value, "{:.1f}") for value in floors)),
+            Row("exposed communication, ms", tuple(f"{one.step_ms.median:.1f}" if one else "unknown" for one in waits)),
+            Row("p20 to p80", tuple(_range(one.step_ms, 1) if one else "-" for one in waits), detail=True),
+            Row("share of the step", tuple(f"{one.share_of_step:.1%}" if one else "unknown" for one in waits), True),
+            Row("compute-only floor, ms", tuple(f"{one.floor_ms:.1f}" if one else "unknown" for one in waits)),
         ]
     if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
         return [row for row in shown if set(row.cells) - {"unknown", "reference"}]

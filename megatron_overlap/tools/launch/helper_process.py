@@ -151,10 +151,9 @@ def hold(argv: list[str]) -> int:
             return 1
         answer = _make_lab(spec)
     except (_NamespaceError, OSError) as error:
-        answer = {"error": str(getattr(error, "strerror", None) or error)}
-    print(json.dumps(answer), flush=True)
-    if "error" in answer:
+        print(json.dumps({"error": str(getattr(error, "strerror", None) or error)}), flush=True)
         return 1
+    print(json.dumps(answer), flush=True)
     # The input closes when the owner closes the lab. A forked process of the owner may hold a copy of it, so this
     # process polls the pidfd of the owner too.
     poll = select.poll()
