@@ -1,7 +1,6 @@
 """Publishes a comparison: the table on the terminal, compare.json, compare.png and compare.html."""
 
 import base64
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic_core import to_json
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -55,14 +55,15 @@ def publish(
     folder: Path,
     configs: Mapping[str, str],
     draw: Callable[..., bytes],
-    figures: Any,
+    figures: Mapping[str, Any],
     template: str,
     page: Mapping[str, Any],
 ) -> None:
     """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
 
     `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
-    `caption` and optionally a `title`. `figures` is the content of the JSON file, `page` that of the template.
+    `caption` and optionally a `title`. `figures` is the content of the JSON file (infinity and NaN become null),
+    `page` that of the template.
     """
     logs = from_logs(result)
     caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
@@ -78,9 +79,9 @@ def publish(
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
     html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
-    figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    figures_json = to_json(figures, indent=1, inf_nan_mode="null") + b"\n"
     picture = draw(form="png", title=page["headline"])
-    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json.encode()}
+    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
