@@ -239,7 +239,6 @@ def iterations_in(status: Status) -> OnLine:
 
 
 _FIRST_STEPS = 2
-_NUM_VARIANTS = sum(len(values) - 1 for values in KNOBS.values())
 _MARGIN = 1.1  # for backward passes that run late, which the search waits for
 
 
@@ -294,7 +293,8 @@ def _linear_calls(cfg: LaunchConfig) -> float:
     # kernels are measured in the layers; the output layer may end with fewer of them.
     cuda = cfg.launch.device == "cuda"
     layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
-    calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
+    variants = sum(len(values) - 1 for values in KNOBS.values()) if cuda else 0
+    calls = max(calls_to_select(num), calls_to_select(num, variants) / layers)
     if not cfg.parallel.sequence_parallel and cfg.overlap.tensor.split == "auto":
         calls += calls_to_select(2)  # then batch overlap of each block is measured
     return calls

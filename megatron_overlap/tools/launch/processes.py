@@ -85,7 +85,6 @@ class _Rank:
         self.status_fd = status_read
         assert self.process.stdout is not None
         self.output_fd = self.process.stdout.fileno()
-        os.set_blocking(self.output_fd, False)
 
     def describe_end(self) -> str:
         """`exit code 3` or `killed by SIGKILL`."""
@@ -97,10 +96,7 @@ class _Rank:
 
     def read_output(self) -> bool:
         """Read the available output. Returns False at its end."""
-        try:
-            data = os.read(self.output_fd, 1 << 16)
-        except BlockingIOError:
-            return True
+        data = os.read(self.output_fd, 1 << 16)
         self._log.write(data)
         self._log.flush()
         *lines, last = (self._partial + data).split(b"\n")
