@@ -52,8 +52,6 @@ def small_gemm_gflops(precision: str) -> float:
 
 def slow_precision_reason(precision: str) -> str | None:
     """Why runs on this processor should not use a precision; None if they can."""
-    if precision == "fp32":
-        return None
     rate, fp32 = small_gemm_gflops(precision), small_gemm_gflops("fp32")
     if rate * _SLOW_FACTOR > fp32:
         return None

@@ -198,11 +198,9 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
     return environment.get_template("slurm.sh.j2").render(
         file=shlex.quote(file),
         runs=[_slurm_run(config) for config in configs],
-        slurm=launch.slurm,
-        nodes=launch.nodes,
+        launch=launch,
         ranks_per_node=ranks_per_node,
         gpus=gpus,
-        output_dir=launch.output_dir,
         env=env,
         config_file=CONFIG_FILE,
     )

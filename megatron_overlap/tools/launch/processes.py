@@ -125,18 +125,15 @@ class _Rank:
 
     def kill(self) -> None:
         """Make the supervisor kill the rank and its descendants."""
-        if self._stop < 0:
-            return
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stop, b"x")  # a close is no signal while a forked process has a copy of the pipe
-        os.close(self._stop)
-        self._stop = -1
         self.process.send_signal(signal.SIGCONT)  # the process may be stopped
 
     def close(self) -> None:
         self.kill()
         with self.process:  # closes its pipe and waits for its end
             os.close(self.status_fd)
+            os.close(self._stop)
         self._log.close()
 
     def send(self, number: signal.Signals) -> None:
