@@ -235,10 +235,8 @@ def _ops(rank: RankEvents) -> Iterator[Span]:
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
-    if found is None or text == ":" or (not found[2] and not found[1]):
+    if text is not None and not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
         raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
-    first, last = found[1], found[3] if found[2] else found[1]
+    first, colon, last = (text or ":").partition(":")
+    last = last if colon else first
     return int(first) if first else None, int(last) if last else None

@@ -166,16 +166,14 @@ class Comparison(Compared[RunSummary]):
         return self.against[0]
 
 
-def compare(
-    sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
-) -> Comparison:
+def compare(sides: Sequence[Side], *, serial: bool = False, settings: Mapping[str, Any] | None = None) -> Comparison:
     """Compare every side with the first. All sides have the same number of rounds. Raises as `max_deviation`.
 
-    The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
+    The attribution needs a `serial` run, the last side. `settings` are in the report: how the runs were measured.
     """
     reference, attribution = sides[0], None
-    if serial is not None:
-        first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[serial]))
+    if serial:
+        first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[-1]))
         attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
     meta = reference.records[0].meta
     return Comparison(

@@ -30,7 +30,7 @@ class Selection:
     """The launches of a comparison."""
 
     configs: tuple[LaunchConfig, ...]  # the reference first
-    serial: int | None  # index of the run that sends the messages of the plugin without overlap
+    serial: bool  # the last run sends the messages of the plugin without overlap
     notes: tuple[str, ...]  # the changes made to the configs, for the report
 
 
@@ -45,15 +45,14 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
         raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
-    notes, serial = _differences(configs), None
+    notes = _differences(configs)
     if attribute:
-        serial = len(configs)
         configs.append(_serial(file, overlapped))
     if any(config.train.save is not None for config in configs):
         notes.append("Checkpoints are not saved (train.save is removed): the runs would write to the same folder.")
         configs = [changed(config, train=_UNSAVED) for config in configs]
     _different_names(file, configs)
-    return Selection(tuple(configs), serial, tuple(notes))
+    return Selection(tuple(configs), attribute, tuple(notes))
 
 
 def select_generation(
@@ -93,7 +92,7 @@ def select_generation(
     _different_names(file, chosen)
     entry = any(config.launch.entry is not None for config in configs)
     notes = ["The model is that of the provided scripts: launch.entry does not run."] if entry else []
-    return Selection(tuple(chosen), None, tuple(notes))
+    return Selection(tuple(chosen), False, tuple(notes))
 
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:

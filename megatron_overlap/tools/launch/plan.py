@@ -147,18 +147,17 @@ def execute(
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
-    config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.run_dir / CONFIG_FILE
-    commands, lab, hosts = launch_plan.commands, launch_plan.lab, config.launch.hosts
+    folder, hosts = launch_plan.run_dir, launch_plan.config.launch.hosts
     with contextlib.ExitStack() as stack:
-        if lab is not None and hosts is not None:
+        if launch_plan.lab is not None and hosts is not None:
             try:
-                stack.enter_context(lab)
+                stack.enter_context(launch_plan.lab)
             except NetlabError as error:
                 if hosts.fallback != "loopback":
                     raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
                 on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
-                config, lab = over_loopback(config), None
-                commands = plan(config, folder).commands
+                launch_plan = plan(over_loopback(launch_plan.config), folder)
+        config, path = launch_plan.config, folder / CONFIG_FILE
         with writing("launch --run-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
         # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
@@ -168,7 +167,7 @@ def execute(
         timeout_s, logs = config.launch.timeout_s, folder / LOG_FOLDER
         if config.launch.nodes > 1:  # each node has a rank 0 of its own: torchrun
             logs /= socket.gethostname()
-        return run_ranks(commands, timeout_s=timeout_s, log_dir=logs, lab=lab, on_line=on_line)
+        return run_ranks(launch_plan.commands, timeout_s=timeout_s, log_dir=logs, lab=launch_plan.lab, on_line=on_line)
 
 
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id

@@ -88,7 +88,7 @@ def test_a_loss_that_is_nan_in_one_run_is_an_error() -> None:
 
 def test_the_two_parts_of_a_speedup_multiply_to_it() -> None:
     a, b, serial = ([record([9, 9, *times])] for times in ([120.0] * 3, [60.0] * 3, [80.0] * 3))
-    result = compare([side("a", a), side("b", b), side("b_serial", serial)], serial=2)
+    result = compare([side("a", a), side("b", b), side("b_serial", serial)], serial=True)
     assert result.attribution is not None
     assert result.attribution.faster_collective.median == pytest.approx(1.5)
     assert result.attribution.overlap.median == pytest.approx(80 / 60)
