@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_overlap.tools.compare.flops import Peak
-from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed, deviation
+from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, deviation
 
 WARM_UP_ITERATIONS = 2
 
@@ -225,11 +225,9 @@ def _summarize(side: Side) -> RunSummary:
 
 
 def _exposed(side: Side, step_time_ms: Spread) -> ExposedSummary | None:
-    steps: list[StepExposed] = []
-    for record in side.records:
-        if record.exposed is None:
-            return None
-        steps += record.exposed[WARM_UP_ITERATIONS:]
+    if not all(record.exposed for record in side.records):
+        return None
+    steps = [step for record in side.records for step in record.exposed[WARM_UP_ITERATIONS:]]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
     ops = []
     for op, direction in {key for step in steps for key in step.by_op}:

@@ -55,7 +55,7 @@ class RunRecord:
     peak_memory_bytes: int | None  # largest peak of a rank over the run; None if not recorded
     meta: Mapping[str, Any]  # versions, device, layout and link of rank 0
     report: PluginReport | None  # None if the plugin was off
-    exposed: tuple[StepExposed, ...] | None = None  # None without `overlap.trace`
+    exposed: tuple[StepExposed, ...] = ()  # empty without `overlap.trace`
     evaluation_ms: tuple[float, ...] = ()  # of each evaluation on the slowest rank
 
 
@@ -121,9 +121,9 @@ def _first_value(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return next((float(row[key]) for row in rows if row.get(key) is not None), None)
 
 
-def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed, ...] | None:
+def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed, ...]:
     if any("exposed" not in row for rows in steps for row in rows):
-        return None
+        return ()
     means = []
     for rows in steps:
         by_op: dict[tuple[str, str], float] = defaultdict(float)
