@@ -23,8 +23,6 @@ from typer import Argument, Option
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.tracing import EventFileError, Kind, Mark, RankEvents, exposed_in, merged, read_events, steps_of
 
-_FILE = re.compile(r"events-rank(\d+)\.bin")
-
 # Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver.
 MessageKey = tuple[str, int, int, int, int]
 
@@ -129,13 +127,13 @@ def trace(
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
+    files = sorted(run_dir.glob("events-rank*.bin"))
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         remedy = "run with overlap.trace=true, and give the folder of that run"
         raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
     try:
-        ranks = [read_events(path) for _, path in sorted(files.items())]
+        ranks = sorted(map(read_events, files), key=lambda each: each.rank)
     except EventFileError as error:
         raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
     console = Console()
