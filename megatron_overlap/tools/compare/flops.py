@@ -137,8 +137,7 @@ def step_flops(cfg: LaunchConfig) -> float:
 def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
     """The experts of each layer by the arguments of Megatron; None: the layers are dense."""
     args = cfg.megatron_args
-    count = number_after(EXPERTS_FLAG, args)
-    if count is None:
+    if (count := number_after(EXPERTS_FLAG, args)) is None:
         return None
     return ExpertShape(
         count,

@@ -109,13 +109,10 @@ def notes(logs: Sequence[Log]) -> list[str]:
     """How logs are read, after what the figures of these logs do not show: steps without an update or a loss."""
     found = []
     for log in logs:
-        skipped = sum(line.get("skipped", 0) for line in log.lines.values())
-        if skipped:
-            found.append(
-                f"{log.path}: {skipped:.0f} steps were skipped: they updated no weights, and their loss is unknown."
-            )
-        missing = sum("loss" not in line for line in log.lines.values())
-        if missing:
+        if skipped := sum(line.get("skipped", 0) for line in log.lines.values()):
+            what = "they updated no weights, and their loss is unknown"
+            found.append(f"{log.path}: {skipped:.0f} steps were skipped: {what}.")
+        if missing := sum("loss" not in line for line in log.lines.values()):
             found.append(f"{log.path}: {missing} of {len(log.lines)} lines have no loss: Megatron logs no NaN.")
     return [*found, *NOTES]
 

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic_core import to_json
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
@@ -80,15 +80,12 @@ def publish(
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
     html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
     figures_json = to_json(figures, indent=1, inf_nan_mode="null") + b"\n"
-    picture = draw(form="png", title=page["headline"])
-    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json}
+    content = {PNG_FILE: draw(form="png", title=page["headline"]), HTML_FILE: html.encode(), JSON_FILE: figures_json}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
-    table = Table("", box=box.SIMPLE_HEAD)
-    for run in result.runs:
-        table.add_column(run.name, justify="right", overflow="fold")
+    table = Table("", *(Column(run.name, justify="right", overflow="fold") for run in result.runs), box=box.SIMPLE_HEAD)
     for row in page["rows"]:
         table.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
     console = Console()

@@ -72,8 +72,7 @@ def _unshare_network() -> bool:
 
 def _batch(tool: str, lines: list[str]) -> None:
     """Run lines of `ip` or `tc` in the current namespace."""
-    path = find_tool(tool)
-    if path is None:
+    if (path := find_tool(tool)) is None:
         raise OSError(f"`{tool}` not found: install iproute2")
     done = subprocess.run([path, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode != 0:

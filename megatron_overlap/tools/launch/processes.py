@@ -113,8 +113,7 @@ class _Rank:
 
     def read_status(self) -> bool:
         """Read the exit code from the supervisor. Returns False if the supervisor has ended."""
-        data = os.read(self.status_fd, 1 << 12)
-        if data:
+        if data := os.read(self.status_fd, 1 << 12):
             status = json.loads(data)
             self.code, self.ended_at = status["code"], status["time"]
             return True
