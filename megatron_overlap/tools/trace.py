@@ -163,9 +163,8 @@ def exposed_table(ranks: Sequence[RankEvents]) -> Table:
     for rank in ranks:
         found = [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)]
         by_rank[rank.rank] = [{**step.by_op, whole: step.total_ms} for step in found]
-    count = sum(len(steps) for steps in by_rank.values())
     figures = [Column(heading, justify="right") for heading in ("mean", "largest", "on rank")]
-    title = f"exposed communication, ms per step ({count} rank steps)"
+    title = f"exposed communication, ms per step ({sum(map(len, by_rank.values()))} rank steps)"
     table = Table("op", "direction", *figures, box=box.SIMPLE_HEAD, title=title)
     rows = []
     for key in {key: None for steps in by_rank.values() for step in steps for key in step}:

@@ -68,7 +68,7 @@ def launch(
     run_dir: RunDir = None,
     rendezvous: Rendezvous = None,
     rehearse: Annotated[
-        bool, Option("--rehearse", help="Run a downscaled copy on the CPUs here and compare it with the stock path.")
+        bool, Option("--rehearse", help="Run a downscaled copy on local CPUs and compare it with the stock path.")
     ] = False,
     rehearse_ranks: Annotated[
         int | None, Option(min=1, help="Largest number of ranks of the rehearsal. Default: as many as fit.")
@@ -77,7 +77,7 @@ def launch(
         bool, Option("--emit-slurm", help="Write a Slurm batch file to FILE, the argument that follows, or to stdout.")
     ] = False,
     baseline: Annotated[
-        str | None, Option(help="Baseline config: --emit-slurm writes a job array. self: the runs of `compare CONFIG`.")
+        str | None, Option(help="Baseline config: --emit-slurm writes a job array. `self`: runs of `compare CONFIG`.")
     ] = None,
 ) -> int:
     """Run a launch config."""
