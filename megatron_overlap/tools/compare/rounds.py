@@ -148,8 +148,7 @@ def run_folder(folder: Path, number: int, name: str) -> Path:
 def _link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     """The network between the ranks of a finished run, from its folder: the launch may have used a fallback."""
     config = load_launch_config(launch_plan.run_dir / CONFIG_FILE)
-    hosts = config.launch.hosts
-    if hosts is not None:
+    if (hosts := config.launch.hosts) is not None:
         described = hosts.model_dump(mode="json", exclude={"fallback"})
         return {"kind": "network namespaces", "description": launch_plan.link, **described}
     if config.launch.device == "cpu":

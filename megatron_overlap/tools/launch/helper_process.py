@@ -101,8 +101,7 @@ def _set_tcp() -> dict[str, str]:
         try:
             path.write_text(value)
         except OSError:
-            present = " ".join(path.read_text().split())
-            if present != value:
+            if (present := " ".join(path.read_text().split())) != value:
                 refused[key] = present
     return refused
 
