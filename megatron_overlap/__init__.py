@@ -15,12 +15,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_overlap.config import ConfigError, OverlapConfig
-    from megatron_overlap.counters import FallbackError
-    from megatron_overlap.patching import PatchError
-    from megatron_overlap.session import Session, disable, enable, report
-    from megatron_overlap.session_report import Report
-    from megatron_overlap.version import __version__
+    from megatron_overlap.config import ConfigError as ConfigError
+    from megatron_overlap.config import OverlapConfig as OverlapConfig
+    from megatron_overlap.counters import FallbackError as FallbackError
+    from megatron_overlap.patching import PatchError as PatchError
+    from megatron_overlap.session import Session as Session
+    from megatron_overlap.session import disable as disable
+    from megatron_overlap.session import enable as enable
+    from megatron_overlap.session import report as report
+    from megatron_overlap.session_report import Report as Report
+    from megatron_overlap.version import __version__ as __version__
 
 _MODULES = {
     **dict.fromkeys(("ConfigError", "OverlapConfig"), "config"),
@@ -31,18 +35,7 @@ _MODULES = {
     "__version__": "version",
 }
 
-__all__ = [
-    "ConfigError",
-    "FallbackError",
-    "OverlapConfig",
-    "PatchError",
-    "Report",
-    "Session",
-    "__version__",
-    "disable",
-    "enable",
-    "report",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

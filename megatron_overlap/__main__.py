@@ -17,9 +17,9 @@ from megatron_overlap.config.errors import escape_output
 from megatron_overlap.patching import PatchError
 
 
-def main(argv: list[str] | None = None) -> NoReturn:
+def main() -> NoReturn:
     """Runs the script and ends the process. Exit codes: 0 done, 1 the script failed, 2 the request was wrong."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:]
     escape_output()
     if argv[:1] in (["-h"], ["--help"]):
         print(f"{USAGE}\n\nRun a Megatron training script with the overlap. SCRIPT --help lists all options.")

@@ -99,8 +99,7 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
     if isinstance(error, _click_errors.MissingParameter) and param is not None:
         return usage_error(key, None, f"give {str(param.name).upper()}; {more}")
     message = str(getattr(error, "message", error)).rstrip(".")
-    extra = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
-    if extra is not None:
+    if (extra := re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)) is not None:
         return usage_error(key, extra[1], f"takes no such argument; {more}")
     where = param.opts[-1] if param is not None else option
     if where is None:

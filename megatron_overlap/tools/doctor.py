@@ -87,8 +87,7 @@ def devices() -> list[str]:
     count = torch.cuda.device_count()
     properties = map(torch.cuda.get_device_properties, range(count))
     lines = [f"GPU {index}: {gpu.name}, {gpu.total_memory >> 30} GiB" for index, gpu in enumerate(properties)]
-    pairs = list(permutations(range(count), 2))
-    if pairs:
+    if pairs := list(permutations(range(count), 2)):
         able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         lines.append(f"peer access: {able} of {len(pairs)} pairs")
     if (tool := shutil.which("nvidia-smi")) is not None:

@@ -2,12 +2,11 @@
 
     python -m megatron_overlap.tools.gemm_rate OUT DEVICE PRECISION
 
-writes `{"tflops": best, "sizes": {size: rate}}` into OUT. It is a process of its own so that it has the threads of a
+writes the best rate of square GEMMs in TFLOP/s into OUT. It is a process of its own so that it has the threads of a
 run. Without arguments it prints the default precision of this machine. On processors without bf16 instructions, PyTorch
 computes bf16 GEMMs with scalar loops. On an EPYC with AVX2 they reach 0.8 GFLOP/s, fp32 GEMMs 46 GFLOP/s.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 import torch
 
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
-SECONDS_PER_SIZE, MIN_REPEATS = 0.5, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SLOW_FACTOR = 4.0  # a precision whose GEMMs are slower than those of fp32 by it has no instructions on this processor
@@ -44,18 +42,16 @@ def _times(rows: int, columns: int, device: str, dtype: torch.dtype, repeats: in
 
 def gemm_tflops(size: int, device: str, dtype: torch.dtype) -> float:
     """The rate of a square GEMM in TFLOP/s."""
-    return 2.0 * size**3 / statistics.median(_times(size, size, device, dtype, MIN_REPEATS, SECONDS_PER_SIZE)) / 1e12
+    return 2.0 * size**3 / statistics.median(_times(size, size, device, dtype, repeats=3, seconds=0.5)) / 1e12
 
 
 def small_gemm_gflops(precision: str) -> float:
     """The best rate of a small GEMM on the processor in GFLOP/s: other programs may take the processor away."""
-    return 2.0 * 64 * 512**2 / min(_times(64, 512, "cpu", DTYPES[precision], 5, 0.0)) / 1e9
+    return 2.0 * 64 * 512**2 / min(_times(64, 512, "cpu", DTYPES[precision], repeats=5, seconds=0.0)) / 1e9
 
 
 def slow_precision_reason(precision: str) -> str | None:
     """Why runs on this processor should not use a precision; None if they can."""
-    if precision == "fp32":
-        return None
     rate, fp32 = small_gemm_gflops(precision), small_gemm_gflops("fp32")
     if rate * _SLOW_FACTOR > fp32:
         return None
@@ -75,5 +71,4 @@ if __name__ == "__main__":
         print(default_precision())
     else:
         out, device, precision = sys.argv[1:]
-        rates = {size: gemm_tflops(size, device, DTYPES[precision]) for size in SIZES[device]}
-        Path(out).write_text(json.dumps({"tflops": max(rates.values()), "sizes": rates}))
+        Path(out).write_text(str(max(gemm_tflops(size, device, DTYPES[precision]) for size in SIZES[device])))

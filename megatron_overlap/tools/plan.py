@@ -14,12 +14,9 @@ from megatron_overlap.schedules.varlen.topology import Topology
 
 
 def plan(
-    lengths: Annotated[
-        Path, Option(help="File with one length per line, or folder of documents (one token per byte).")
-    ],
+    lengths: Annotated[Path, Option(help="File with one length per line, or folder of documents (a token per byte).")],
     config: Annotated[
-        list[str] | None,
-        Argument(help="Launch config (file or name of a shipped one) and key=value: gives ranks and nodes."),
+        list[str] | None, Argument(help="Launch config (file or shipped name) and key=value: gives ranks and nodes.")
     ] = None,
     ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch.")] = None,
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes.")] = None,

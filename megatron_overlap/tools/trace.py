@@ -23,8 +23,6 @@ from typer import Argument, Option
 from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.tracing import EventFileError, Kind, Mark, RankEvents, exposed_in, merged, read_events, steps_of
 
-_FILE = re.compile(r"events-rank(\d+)\.bin")
-
 # Identifies a message on all ranks: group, number of the operation, number of the message, sender, receiver.
 MessageKey = tuple[str, int, int, int, int]
 
@@ -124,20 +122,18 @@ def _events_of(rank: RankEvents, *kinds: Kind) -> npt.NDArray[np.void]:
 
 def trace(
     run_dir: Annotated[Path, Argument(help="Folder of a run that recorded events (overlap.trace: true).")],
-    output: Annotated[
-        Path | None, Option(help="File of the trace, .json or .json.gz. Default: trace.json.gz in RUN_DIR.")
-    ] = None,
+    output: Annotated[Path | None, Option(help=".json or .json.gz file. Default: trace.json.gz in RUN_DIR.")] = None,
     steps: Annotated[str | None, Option(help="FIRST:LAST, FIRST:, :LAST or one number. Default: all steps.")] = None,
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    files = {int(named[1]): path for path in run_dir.glob("events-rank*.bin") if (named := _FILE.fullmatch(path.name))}
+    files = sorted(run_dir.glob("events-rank*.bin"))
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         remedy = "run with overlap.trace=true, and give the folder of that run"
         raise usage_error("trace RUN_DIR", run_dir, f"{what}; {remedy}")
     try:
-        ranks = [read_events(path) for _, path in sorted(files.items())]
+        ranks = sorted(map(read_events, files), key=lambda each: each.rank)
     except EventFileError as error:
         raise usage_error("trace RUN_DIR", run_dir, str(error)) from error
     console = Console()
@@ -167,9 +163,8 @@ def exposed_table(ranks: Sequence[RankEvents]) -> Table:
     for rank in ranks:
         found = [exposed_in(rank, start, stop) for _, start, stop in steps_of(rank)]
         by_rank[rank.rank] = [{**step.by_op, whole: step.total_ms} for step in found]
-    count = sum(len(steps) for steps in by_rank.values())
     figures = [Column(heading, justify="right") for heading in ("mean", "largest", "on rank")]
-    title = f"exposed communication, ms per step ({count} rank steps)"
+    title = f"exposed communication, ms per step ({sum(map(len, by_rank.values()))} rank steps)"
     table = Table("op", "direction", *figures, box=box.SIMPLE_HEAD, title=title)
     rows = []
     for key in {key: None for steps in by_rank.values() for step in steps for key in step}:
@@ -237,10 +232,8 @@ def _ops(rank: RankEvents) -> Iterator[Span]:
 
 
 def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
-    if found is None or text == ":" or (not found[2] and not found[1]):
+    if text is not None and not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
         raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
-    first, last = found[1], found[3] if found[2] else found[1]
+    first, colon, last = (text or ":").partition(":")
+    last = last if colon else first
     return int(first) if first else None, int(last) if last else None

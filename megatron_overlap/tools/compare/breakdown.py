@@ -59,7 +59,7 @@ def breakdowns(result: Comparison) -> list[Breakdown]:
         longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
         shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
         shown.sort(key=lambda key: times[key][1] - times[key][0])
-        rows = [(op_label(key), *times[key]) for key in shown]
+        rows = [(op_label(*key), *times[key]) for key in shown]
         shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
         rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
         rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
@@ -67,13 +67,12 @@ def breakdowns(result: Comparison) -> list[Breakdown]:
         for row in rows:
             changes.append(Change(*row, start_ms=at))
             at = changes[-1].stop_ms
-        grouped = tuple(sorted(op_label(key) for key in times if key not in shown))
+        grouped = tuple(sorted(op_label(*key) for key in times if key not in shown))
         floors = before.floor_ms, after.floor_ms
         found.append(Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped))
     return found
 
 
-def op_label(key: tuple[str, str]) -> str:
+def op_label(op: str, direction: str) -> str:
     """An op and its direction for the report. Some op names already end with the direction."""
-    name, direction = key
-    return name if direction == "-" or name.endswith(direction) else f"{name} {direction}"
+    return op if direction == "-" or op.endswith(direction) else f"{op} {direction}"

@@ -22,24 +22,15 @@ from megatron_overlap.tools.launch.processes import RunError
 
 def compare(
     context: Context,
-    configs: Annotated[
-        list[str], Argument(help="Launch configs, the reference first, and key=value overrides for all.")
-    ],
+    configs: Annotated[list[str], Argument(help="Launch configs, reference first, and key=value overrides for all.")],
     logs: Annotated[bool, Option("--logs", help="Compare logs of finished Megatron runs; launch nothing.")] = False,
     rounds: Annotated[int, Option(min=1, help="Launches of each config, interleaved.")] = 3,
-    output: Annotated[
-        Path | None, Option(help="Folder of the result. Default: a new one in launch.output_dir.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="Result folder. Default: a new one in launch.output_dir.")] = None,
     attribute: Annotated[
-        bool,
-        Option("--attribute", help="Add a run that sends the same messages without overlap, to separate both gains."),
+        bool, Option("--attribute", help="Add a run with the same messages without overlap, to separate both gains.")
     ] = False,
-    peak_tflops: Annotated[
-        float | None, Option(min=0.001, help="With --logs: peak TFLOP/s of a device, for the MFU.")
-    ] = None,
-    generate: Annotated[
-        bool, Option("--generate", help="Generate tokens on Megatron's inference engine instead of training.")
-    ] = False,
+    peak_tflops: Annotated[float | None, Option(min=0.001, help="With --logs: peak of a device, for the MFU.")] = None,
+    generate: Annotated[bool, Option("--generate", help="Generate tokens with Megatron instead of training.")] = False,
     prompt_tokens: Annotated[str | None, Option(help="With --generate: lengths of prompts, such as 128,512.")] = None,
     batches: Annotated[str, Option(help="With --generate: numbers of prompts.")] = "1,4",
     new_tokens: Annotated[int, Option(min=2, help="With --generate: tokens generated from a prompt.")] = 16,
@@ -175,10 +166,8 @@ def _launch[Record](
             status.update("starting")
 
         runs, on_line = folder / report.RUNS_FOLDER, iterations_in(status)
-        launched = run_rounds(
-            chosen.configs, rounds, runs, read=read, on_launch=on_launch, on_line=on_line, on_note=note
-        )
-    return folder, launched, notes
+        done = run_rounds(chosen.configs, rounds, runs, read=read, on_launch=on_launch, on_line=on_line, on_note=note)
+    return folder, done, notes
 
 
 def _workload(config: LaunchConfig) -> Workload:

@@ -4,18 +4,17 @@ The first run is the reference. The step time is that of the slowest rank. The f
 buffers and select kernels: step times leave them out, losses do not.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from statistics import median
 from typing import Any, Self
 
 import numpy as np
-from pydantic_core import to_json
 
 from megatron_overlap.tools.compare.flops import Peak
-from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, StepExposed, deviation
+from megatron_overlap.tools.launch.run_records import PluginReport, RunRecord, deviation
 
 WARM_UP_ITERATIONS = 2
 
@@ -167,16 +166,14 @@ class Comparison(Compared[RunSummary]):
         return self.against[0]
 
 
-def compare(
-    sides: Sequence[Side], *, serial: int | None = None, settings: Mapping[str, Any] | None = None
-) -> Comparison:
+def compare(sides: Sequence[Side], *, serial: bool = False, settings: Mapping[str, Any] | None = None) -> Comparison:
     """Compare every side with the first. All sides have the same number of rounds. Raises as `max_deviation`.
 
-    The attribution needs the index of the `serial` run. `settings` are in the report: how the runs were measured.
+    The attribution needs a `serial` run, the last side. `settings` are in the report: how the runs were measured.
     """
     reference, attribution = sides[0], None
-    if serial is not None:
-        first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[serial]))
+    if serial:
+        first, second, third = (side.timed_rounds_ms for side in (reference, sides[1], sides[-1]))
         attribution = Attribution(Spread.of(paired_ratios(first, third)), Spread.of(paired_ratios(third, second)))
     meta = reference.records[0].meta
     return Comparison(
@@ -228,11 +225,9 @@ def _summarize(side: Side) -> RunSummary:
 
 
 def _exposed(side: Side, step_time_ms: Spread) -> ExposedSummary | None:
-    steps: list[StepExposed] = []
-    for record in side.records:
-        if record.exposed is None:
-            return None
-        steps += record.exposed[WARM_UP_ITERATIONS:]
+    if not all(record.exposed for record in side.records):
+        return None
+    steps = [step for record in side.records for step in record.exposed[WARM_UP_ITERATIONS:]]
     total_ms = sum(time for times in side.timed_rounds_ms for time in times)
     ops = []
     for op, direction in {key for step in steps for key in step.by_op}:
@@ -272,15 +267,11 @@ def max_deviation(reference: Sequence[float | None], other: Sequence[float | Non
 
     Raises NotComparableError if at one iteration only one of the two is finite.
     """
-    largest: float | None = None
-    for iteration, (a, b) in enumerate(zip(reference, other, strict=True), start=1):
-        if a is None or b is None:
-            continue
-        if math.isfinite(a) != math.isfinite(b):
+    pairs = list(zip(reference, other, strict=True))
+    for iteration, (a, b) in enumerate(pairs, start=1):
+        if a is not None and b is not None and math.isfinite(a) != math.isfinite(b):
             raise NotComparableError(f"{what} of iteration {iteration}: {a} in one run and {b} in the other")
-        if math.isfinite(a):
-            largest = max(largest or 0.0, deviation(a, b))
-    return largest
+    return max((each for each in starmap(deviation, pairs) if not math.isnan(each)), default=None)
 
 
 def _deviation(pairs: Sequence[tuple[RunRecord, RunRecord]], series: str, what: str) -> float | None:
@@ -291,7 +282,7 @@ def _largest[T: float](values: Iterable[T | None]) -> T | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def comparison_content(comparison: Comparison) -> Any:
+def comparison_content(comparison: Comparison) -> dict[str, Any]:
     """The content of compare.json."""
     against = comparison.against
     content = {
@@ -307,9 +298,4 @@ def comparison_content(comparison: Comparison) -> Any:
     }
     if comparison.attribution is not None:
         content["attribution"] = comparison.attribution
-    return json_content(content)
-
-
-def json_content(content: Mapping[str, Any]) -> Any:
-    """As JSON represents it: dataclasses are objects, infinity and NaN are null."""
-    return json.loads(to_json(content, inf_nan_mode="null"))
+    return content

@@ -6,7 +6,6 @@ and the router of experts count nothing. Published figures that count the whole 
 """
 
 import functools
-import json
 import re
 import statistics
 import sys
@@ -138,8 +137,7 @@ def step_flops(cfg: LaunchConfig) -> float:
 def expert_shape(cfg: LaunchConfig) -> ExpertShape | None:
     """The experts of each layer by the arguments of Megatron; None: the layers are dense."""
     args = cfg.megatron_args
-    count = number_after(EXPERTS_FLAG, args)
-    if count is None:
+    if (count := number_after(EXPERTS_FLAG, args)) is None:
         return None
     return ExpertShape(
         count,
@@ -169,25 +167,23 @@ def known_peak(device_name: str, precision: Precision) -> Peak | None:
 
 
 @functools.cache
-def find_peak(
-    device_name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int
-) -> Peak:
-    """The peak rate for a run: from the table, or measured once on this machine.
+def find_peak(name: str, device: Literal["cpu", "cuda"], precision: Precision, threads: int, world_size: int) -> Peak:
+    """The peak rate for a run on the device `name`: from the table, or measured once on this machine.
 
     Raises RunError if the measurement failed.
 
     A measurement times large square GEMMs in the precision and with the threads of the run, on CPU on all ranks at
     once. Ranks that run together share caches, memory and clock rate, as they do in the run.
     """
-    if device == "cuda" and (known := known_peak(device_name, precision)) is not None:
+    if device == "cuda" and (known := known_peak(name, precision)) is not None:
         return known
     ranks = world_size if device == "cpu" else 1
     measure, env = [sys.executable, "-m", "megatron_overlap.tools.gemm_rate"], {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{rank}.json") for rank in range(ranks)]
+        files = [Path(folder, str(rank)) for rank in range(ranks)]
         commands = [RankCommand(rank, [*measure, str(file), device, precision], env) for rank, file in enumerate(files)]
         run_ranks(commands, timeout_s=120, log_dir=Path(folder) / "logs")
-        rates = [float(json.loads(file.read_text())["tflops"]) for file in files]
+        rates = [float(file.read_text()) for file in files]
     source = f"measured: best square {precision} GEMM"
     if device == "cpu":
         source += f", {ranks} processes at once, {threads} thread{'s' if threads > 1 else ''} each"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_overlap.tools.compare import report
-from megatron_overlap.tools.compare.comparison import json_content
 from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary
 from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes
 
@@ -55,7 +54,7 @@ def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]
         "rows": rows(result),
         "notes": [*report.measured_on(result), *map(str, result.settings["notes"])],
     }
-    figures = json_content({"generation": True, **vars(result)})
+    figures = {"generation": True, **vars(result)}
     report.publish(result, folder, configs, draw_generation, figures, "generation.html.j2", page)
 
 

@@ -6,11 +6,10 @@ been active.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_overlap.config.errors import usage_error
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Side, Workload
@@ -79,10 +78,12 @@ def sides(logs: Sequence[Log], peak_tflops: float | None = None) -> list[Side]:
     if len(common) <= WARM_UP_ITERATIONS:
         remedy = f"iterations in common with the other logs; at least {WARM_UP_ITERATIONS + 1} are needed"
         raise usage_error("compare --logs", str(logs[-1].path), f"has {len(common)} {remedy}")
+    first = _settings(logs[0], common)
     for log in logs[1:]:
-        for name, values in _settings(logs[0], log, common):
-            if None not in values and values[0] != values[1]:
-                remedy = f"{name} is {values[1]:g}, not {values[0]:g} as in {logs[0].path}: give runs that train alike"
+        for name, value in _settings(log, common).items():
+            expected = first[name]
+            if value is not None and expected is not None and value != expected:
+                remedy = f"{name} is {value:g}, not {expected:g} as in {logs[0].path}: give runs that train alike"
                 raise usage_error("compare --logs", str(log.path), remedy)
     stems = [log.path.stem for log in logs]
     unique = len(set(stems)) == len(stems)
@@ -108,24 +109,18 @@ def notes(logs: Sequence[Log]) -> list[str]:
     """How logs are read, after what the figures of these logs do not show: steps without an update or a loss."""
     found = []
     for log in logs:
-        skipped = sum(line.get("skipped", 0) for line in log.lines.values())
-        if skipped:
-            found.append(
-                f"{log.path}: {skipped:.0f} steps were skipped: they updated no weights, and their loss is unknown."
-            )
-        missing = sum("loss" not in line for line in log.lines.values())
-        if missing:
+        if skipped := sum(line.get("skipped", 0) for line in log.lines.values()):
+            what = "they updated no weights, and their loss is unknown"
+            found.append(f"{log.path}: {skipped:.0f} steps were skipped: {what}.")
+        if missing := sum("loss" not in line for line in log.lines.values()):
             found.append(f"{log.path}: {missing} of {len(log.lines)} lines have no loss: Megatron logs no NaN.")
     return [*found, *NOTES]
 
 
-def _settings(first: Log, log: Log, common: Sequence[int]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Name and values of what two runs must have in common, None where a log does not have it."""
-    yield "world_size", (first.world_size, log.world_size)
-    yield "seq_length", (first.seq_length, log.seq_length)
-    for number in common:
-        batches = tuple(each.lines[number].get("global_batch") for each in (first, log))
-        yield f"global batch size of iteration {number}", (batches[0], batches[1])
+def _settings(log: Log, common: Sequence[int]) -> dict[str, float | None]:
+    """What compared runs must have in common, by name; None where a log does not have it."""
+    batches = {f"global batch size of iteration {number}": log.lines[number].get("global_batch") for number in common}
+    return {"world_size": log.world_size, "seq_length": log.seq_length, **batches}
 
 
 def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:

@@ -1,7 +1,6 @@
 """Publishes a comparison: the table on the terminal, compare.json, compare.png and compare.html."""
 
 import base64
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic_core import to_json
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
@@ -55,14 +55,15 @@ def publish(
     folder: Path,
     configs: Mapping[str, str],
     draw: Callable[..., bytes],
-    figures: Any,
+    figures: Mapping[str, Any],
     template: str,
     page: Mapping[str, Any],
 ) -> None:
     """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
 
     `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
-    `caption` and optionally a `title`. `figures` is the content of the JSON file, `page` that of the template.
+    `caption` and optionally a `title`. `figures` is the content of the JSON file (infinity and NaN become null),
+    `page` that of the template.
     """
     logs = from_logs(result)
     caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
@@ -78,16 +79,13 @@ def publish(
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
     html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
-    figures_json = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    picture = draw(form="png", title=page["headline"])
-    content = {PNG_FILE: picture, HTML_FILE: html.encode(), JSON_FILE: figures_json.encode()}
+    figures_json = to_json(figures, indent=1, inf_nan_mode="null") + b"\n"
+    content = {PNG_FILE: draw(form="png", title=page["headline"]), HTML_FILE: html.encode(), JSON_FILE: figures_json}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:
         (folder / f"{name}.new").replace(folder / name)
-    table = Table("", box=box.SIMPLE_HEAD)
-    for run in result.runs:
-        table.add_column(run.name, justify="right", overflow="fold")
+    table = Table("", *(Column(run.name, justify="right", overflow="fold") for run in result.runs), box=box.SIMPLE_HEAD)
     for row in page["rows"]:
         table.add_row(f"  {row.label}" if row.detail else row.label, *row.cells)
     console = Console()
@@ -160,23 +158,20 @@ def rows(result: Comparison) -> list[Row]:
         Row("grad-norm deviation", against(_deviation(other.max_grad_norm_deviation) for other in others)),
         Row("between rounds of the run", tuple(_deviation(run.own_grad_norm_deviation) for run in runs), True),
     ]
-    if any(run.evaluation_ms is not None for run in runs):
-        times = (None if run.evaluation_ms is None else run.evaluation_ms.median for run in runs)
+    evaluations = [run.evaluation_ms for run in runs]
+    if any(evaluations):
         speedups = (other.evaluation_speedup for other in others)
         shown += [
-            Row("evaluation, ms", tuple(_number(each, "{:.1f}") for each in times)),
-            Row("speedup", against("unknown" if each is None else ratio(each) for each in speedups), detail=True),
+            Row("evaluation, ms", tuple(f"{each.median:.1f}" if each else "unknown" for each in evaluations)),
+            Row("speedup", against(ratio(each) if each else "unknown" for each in speedups), detail=True),
         ]
-    exposed = [run.exposed for run in runs]
-    if any(one is not None for one in exposed):
-        medians = [None if one is None else one.step_ms.median for one in exposed]
-        shares = [None if one is None else one.share_of_step for one in exposed]
-        floors = [None if one is None else one.floor_ms for one in exposed]
+    waits = [run.exposed for run in runs]
+    if any(waits):
         shown += [
-            Row("exposed communication, ms", tuple(_number(value, "{:.1f}") for value in medians)),
-            Row("p20 to p80", tuple("-" if one is None else _range(one.step_ms, 1) for one in exposed), detail=True),
-            Row("share of the step", tuple(_number(value, "{:.1%}") for value in shares), detail=True),
-            Row("compute-only floor, ms", tuple(_number(value, "{:.1f}") for value in floors)),
+            Row("exposed communication, ms", tuple(f"{one.step_ms.median:.1f}" if one else "unknown" for one in waits)),
+            Row("p20 to p80", tuple(_range(one.step_ms, 1) if one else "-" for one in waits), detail=True),
+            Row("share of the step", tuple(f"{one.share_of_step:.1%}" if one else "unknown" for one in waits), True),
+            Row("compute-only floor, ms", tuple(f"{one.floor_ms:.1f}" if one else "unknown" for one in waits)),
         ]
     if from_logs(result):  # a log knows few of the figures: rows without a figure are left out
         return [row for row in shown if set(row.cells) - {"unknown", "reference"}]

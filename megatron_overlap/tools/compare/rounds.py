@@ -1,6 +1,6 @@
 """The launches of a comparison: which configs, whether they are comparable, and their interleaved execution."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.compare.comparison import WARM_UP_ITERATIONS, Launched
 from megatron_overlap.tools.compare.generation import Workload
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import CONFIG_FILE, LaunchPlan, execute, plan
+from megatron_overlap.tools.launch.plan import CONFIG_FILE, LaunchPlan, changed, execute, plan
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.run_records import RunRecord, RunRecordError, read_run
 
@@ -22,6 +22,7 @@ _MUST_AGREE = (
     *("train.lr", "train.min_lr", "train.lr_decay_style", "train.lr_decay_iterations", "train.lr_warmup_iterations"),
     *("train.weight_decay", "train.clip_grad"),
 )
+_UNSAVED = {"save": None, "save_interval": None}  # keys of `train` without checkpoints
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Selection:
     """The launches of a comparison."""
 
     configs: tuple[LaunchConfig, ...]  # the reference first
-    serial: int | None  # index of the run that sends the messages of the plugin without overlap
+    serial: bool  # the last run sends the messages of the plugin without overlap
     notes: tuple[str, ...]  # the changes made to the configs, for the report
 
 
@@ -44,15 +45,14 @@ def select(given: Sequence[tuple[str, LaunchConfig]], *, attribute: bool) -> Sel
     if overlapped.train.iterations < needed:
         remedy = f"must be at least {needed}: the first {WARM_UP_ITERATIONS} of every launch are not timed"
         raise ConfigError(file, "train.iterations", overlapped.train.iterations, remedy)
-    notes, serial = _differences(configs), None
+    notes = _differences(configs)
     if attribute:
-        serial = len(configs)
         configs.append(_serial(file, overlapped))
     if any(config.train.save is not None for config in configs):
         notes.append("Checkpoints are not saved (train.save is removed): the runs would write to the same folder.")
-        configs = [_changed(config, train={"save": None, "save_interval": None}) for config in configs]
+        configs = [changed(config, train=_UNSAVED) for config in configs]
     _different_names(file, configs)
-    return Selection(tuple(configs), serial, tuple(notes))
+    return Selection(tuple(configs), attribute, tuple(notes))
 
 
 def select_generation(
@@ -70,6 +70,7 @@ def select_generation(
     generate.
     """
     file, _, configs = _runs_of(given)
+    launch = {"entry": str(resource_folder("scripts") / "generate_gpt.py")}
     chosen = []
     for config in configs:
         for key, allowed in (("parallel.context", 1), ("parallel.pipeline", 1), ("overlap.varlen.method", "none")):
@@ -85,20 +86,13 @@ def select_generation(
         if config.train.tp_comm_overlap:
             continue
         workloads = sorted({Workload(length, batch) for length in lengths for batch in batches})
-        arguments = ["--generate-workloads", *map(str, workloads), "--generate-tokens", str(new_tokens)]
-        chosen.append(
-            _changed(
-                config,
-                launch={"entry": str(resource_folder("scripts") / "generate_gpt.py")},
-                train={"save": None, "save_interval": None},
-                overlap={"trace": False},
-                megatron_args=(*config.megatron_args, *arguments, "--generate-engine", engine),
-            )
-        )
+        arguments = ("--generate-workloads", *map(str, workloads), "--generate-tokens", str(new_tokens))
+        args = (*config.megatron_args, *arguments, "--generate-engine", engine)
+        chosen.append(changed(config, launch=launch, train=_UNSAVED, overlap={"trace": False}, megatron_args=args))
     _different_names(file, chosen)
     entry = any(config.launch.entry is not None for config in configs)
     notes = ["The model is that of the provided scripts: launch.entry does not run."] if entry else []
-    return Selection(tuple(chosen), None, tuple(notes))
+    return Selection(tuple(chosen), False, tuple(notes))
 
 
 def read_training(run_dir: Path, config: LaunchConfig) -> RunRecord:
@@ -132,21 +126,18 @@ def run_rounds[Record](
     """
     numbers = range(1, rounds + 1)
     plans = [[plan(config, run_folder(folder, number, config.name)) for config in configs] for number in numbers]
-    records: list[list[Record]] = [[] for _ in configs]
+    records: dict[str, list[Record]] = {config.name: [] for config in configs}
     for number, planned in zip(numbers, plans, strict=True):
-        launches = list(zip(planned, configs, records, strict=True))
-        for launched, config, read_before in launches if number % 2 else reversed(launches):
-            on_launch(f"round {number}/{rounds}  {config.name}")
+        for launched in planned if number % 2 else reversed(planned):
+            name = launched.config.name
+            on_launch(f"round {number}/{rounds}  {name}")
             try:
                 execute(launched, on_line=on_line, on_note=on_note)
-                read_before.append(read(launched.run_dir, config))
+                records[name].append(read(launched.run_dir, launched.config))
             except (RunError, NetlabError, RunRecordError) as error:
-                raise RunError(f"round {number} of {rounds}, {config.name}: {error}") from error
+                raise RunError(f"round {number} of {rounds}, {name}: {error}") from error
     # The network is that of the last launch of a config.
-    return [
-        Launched(config.name, _link_of(launched), tuple(each))
-        for config, launched, each in zip(configs, plans[-1], records, strict=True)
-    ]
+    return [Launched(last.config.name, _link_of(last), tuple(records[last.config.name])) for last in plans[-1]]
 
 
 def run_folder(folder: Path, number: int, name: str) -> Path:
@@ -157,8 +148,7 @@ def run_folder(folder: Path, number: int, name: str) -> Path:
 def _link_of(launch_plan: LaunchPlan) -> dict[str, Any]:
     """The network between the ranks of a finished run, from its folder: the launch may have used a fallback."""
     config = load_launch_config(launch_plan.run_dir / CONFIG_FILE)
-    hosts = config.launch.hosts
-    if hosts is not None:
+    if (hosts := config.launch.hosts) is not None:
         described = hosts.model_dump(mode="json", exclude={"fallback"})
         return {"kind": "network namespaces", "description": launch_plan.link, **described}
     if config.launch.device == "cpu":
@@ -188,15 +178,16 @@ def _runs_of(given: Sequence[tuple[str, LaunchConfig]]) -> tuple[str, LaunchConf
 
 def _differences(configs: Sequence[LaunchConfig]) -> list[str]:
     """Notes of the report on runs that may do other work."""
-    first, notes = configs[0], []
-    for config in configs[1:]:
-        if config.world_size != first.world_size:
-            notes.append(f"{config.name} has {config.world_size} ranks, {first.name} {first.world_size}.")
-    given = [config.megatron_args for config in configs]
-    every = {argument for each in given for argument in each} - {TWO_MICROBATCHES}
-    different = sorted(argument for argument in every if not all(argument in each for each in given))
-    if different:
-        notes.append(f"Only some runs have these megatron_args: {' '.join(different)}.")
+    first = configs[0]
+    notes = [
+        f"{config.name} has {config.world_size} ranks, {first.name} {first.world_size}."
+        for config in configs
+        if config.world_size != first.world_size
+    ]
+    given = [{*config.megatron_args} for config in configs]
+    every, shared = set.union(*given), given[0].intersection(*given)
+    if different := every - shared - {TWO_MICROBATCHES}:
+        notes.append(f"Only some runs have these megatron_args: {' '.join(sorted(different))}.")
     return notes
 
 
@@ -224,15 +215,7 @@ def _serial(file: str, config: LaunchConfig) -> LaunchConfig:
     if not sections:
         remedy = "compare --attribute needs method p2p or auto of tensor, ulysses or expert, and ranks that share it"
         raise ConfigError(file, "overlap.tensor.method", overlap.tensor.method, remedy)
-    return _changed(config, name=f"{config.name}_serial", overlap=sections)
-
-
-def _changed(config: LaunchConfig, **sections: Mapping[str, Any] | Sequence[str]) -> LaunchConfig:
-    """A config with some keys of some sections replaced, or a whole text or list, validated again."""
-    dump = config.model_dump()
-    for section, keys in sections.items():
-        dump[section] = {**dump[section], **keys} if isinstance(keys, Mapping) else keys
-    return LaunchConfig.model_validate(dump)
+    return changed(config, name=f"{config.name}_serial", overlap=sections)
 
 
 def _different_names(file: str, configs: Sequence[LaunchConfig]) -> None:

@@ -26,7 +26,7 @@ from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import LOG_FOLDER, batch_file, execute, plan, unused_folder
+from megatron_overlap.tools.launch.plan import LOG_FOLDER, batch_file, changed, execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.rehearsal import max_local_ranks, permits_table, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
@@ -64,16 +64,11 @@ def launch(
     context: Context,
     config: Config,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print commands, environment and configuration; start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print commands, environment and config; run nothing.")] = False,
     run_dir: RunDir = None,
     rendezvous: Rendezvous = None,
     rehearse: Annotated[
-        bool,
-        Option(
-            "--rehearse", help="Run a downscaled copy on the CPUs of this machine and compare it with the stock path."
-        ),
+        bool, Option("--rehearse", help="Run a downscaled copy on local CPUs and compare it with the stock path.")
     ] = False,
     rehearse_ranks: Annotated[
         int | None, Option(min=1, help="Largest number of ranks of the rehearsal. Default: as many as fit.")
@@ -82,10 +77,7 @@ def launch(
         bool, Option("--emit-slurm", help="Write a Slurm batch file to FILE, the argument that follows, or to stdout.")
     ] = False,
     baseline: Annotated[
-        str | None,
-        Option(
-            help="Config of the baseline; --emit-slurm then writes a job array. `self`: the runs of `compare CONFIG`."
-        ),
+        str | None, Option(help="Baseline config: --emit-slurm writes a job array. `self`: runs of `compare CONFIG`.")
     ] = None,
 ) -> int:
     """Run a launch config."""
@@ -119,9 +111,7 @@ def launch(
 
     print(f"{cfg.name}: {len(planned.commands)} processes, {planned.link}; logs: {folder / LOG_FOLDER}", flush=True)
     try:
-        wall_s = execute(
-            planned, on_line=on_line, on_note=lambda text: print(f"note: {text}", file=sys.stderr, flush=True)
-        )
+        wall_s = execute(planned, on_line=on_line, on_note=lambda text: print(f"note: {text}", file=sys.stderr))
     except (RunError, NetlabError) as error:
         print(f"{cfg.name}: {error}", file=sys.stderr)
         return 1
@@ -154,8 +144,7 @@ def _rehearse(
         return 1
     console.print(steps_table(result))
     overlapped = "the plugin was off"
-    report = result.overlapped.report
-    if report is not None:
+    if (report := result.overlapped.report) is not None:
         overlapped = f"{report.overlapped_calls} calls overlapped"
         for calls in report.fallbacks:
             print(f"stock path: {calls.module}: {calls.op} {calls.direction}: {calls.calls} calls: {calls.reason}")
@@ -250,7 +239,6 @@ def iterations_in(status: Status) -> OnLine:
 
 
 _FIRST_STEPS = 2
-_NUM_VARIANTS = sum(len(values) - 1 for values in KNOBS.values())
 _MARGIN = 1.1  # for backward passes that run late, which the search waits for
 
 
@@ -295,10 +283,8 @@ def short_run(name: str, cfg: LaunchConfig) -> LaunchConfig:
     if cfg.parallel.tensor > 1 and tensor.method == "auto":
         calls = max(calls, _linear_calls(cfg))
     iterations = _FIRST_STEPS + math.ceil(_MARGIN * calls / cfg.num_microbatches)
-    short = cfg.model_dump() | {"name": f"{cfg.name}_tune"}
-    short["train"] |= {"iterations": max(iterations, cfg.train.lr_warmup_iterations + 1), "eval_iterations": 0}
-    short["train"] |= {"save": None, "save_interval": None, "load": None}
-    return LaunchConfig.model_validate(short)
+    train = {"iterations": max(iterations, cfg.train.lr_warmup_iterations + 1), "eval_iterations": 0}
+    return changed(cfg, name=f"{cfg.name}_tune", train={**train, "save": None, "save_interval": None, "load": None})
 
 
 def _linear_calls(cfg: LaunchConfig) -> float:
@@ -307,7 +293,8 @@ def _linear_calls(cfg: LaunchConfig) -> float:
     # kernels are measured in the layers; the output layer may end with fewer of them.
     cuda = cfg.launch.device == "cuda"
     layers, num = cfg.model.num_layers // cfg.parallel.pipeline, 1 + max_p2p_settings(cfg.parallel.tensor) + 2 * cuda
-    calls = max(calls_to_select(num), calls_to_select(num, _NUM_VARIANTS if cuda else 0) / layers)
+    variants = sum(len(values) - 1 for values in KNOBS.values()) if cuda else 0
+    calls = max(calls_to_select(num), calls_to_select(num, variants) / layers)
     if not cfg.parallel.sequence_parallel and cfg.overlap.tensor.split == "auto":
         calls += calls_to_select(2)  # then batch overlap of each block is measured
     return calls

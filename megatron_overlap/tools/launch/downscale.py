@@ -131,11 +131,10 @@ def _downscaled_ranks(cfg: LaunchConfig, max_ranks: int) -> dict[str, int]:
 def _downscaled_model(cfg: LaunchConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     model, tensor = cfg.model, sizes["tensor"]
     per_group = model.num_attention_heads // model.num_query_groups
-    groups = tensor if per_group > 1 else 2 * tensor
+    # Ulysses attention needs at least one key/value head per context rank.
+    groups = sizes["context"] * (tensor if per_group > 1 else 2 * tensor)
     heads = groups * min(per_group, 4)
     hidden = heads * HEAD_SIZE
-    # Ulysses attention needs at least one key/value head per context rank.
-    groups, heads, hidden = (value * sizes["context"] for value in (groups, heads, hidden))
     step = 8 * tensor
     return {
         "num_layers": max(2, sizes["pipeline"]),

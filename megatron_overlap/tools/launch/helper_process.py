@@ -25,8 +25,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def _prctl(option: int, argument: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, argument, 0, 0, 0) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
@@ -34,10 +33,6 @@ def find_tool(name: str) -> str | None:
     """Path of an administration tool in PATH or in the sbin folders; None: not installed."""
     # iproute2 is often outside the PATH of a user without root privileges.
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin")
-
-
-class _NamespaceError(Exception):
-    """The namespaces cannot be made; the text is the reason."""
 
 
 def _namespace_refusal(error: OSError) -> str:
@@ -71,20 +66,19 @@ def _unshare_network() -> bool:
         os.unshare(os.CLONE_NEWNET)
         return True
     except OSError as error:
-        raise _NamespaceError(_namespace_refusal(error)) from error
+        raise OSError(_namespace_refusal(error)) from error
 
 
 def _batch(tool: str, lines: list[str]) -> None:
     """Run lines of `ip` or `tc` in the current namespace."""
-    path = find_tool(tool)
-    if path is None:
-        raise _NamespaceError(f"`{tool}` not found: install iproute2")
+    if (path := find_tool(tool)) is None:
+        raise OSError(f"`{tool}` not found: install iproute2")
     done = subprocess.run([path, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         if any("netem" in line for line in lines):
             message += "; latency_ms needs a kernel with netem (module sch_netem)"
-        raise _NamespaceError(f"{tool} failed: {message}")
+        raise OSError(f"{tool} failed: {message}")
 
 
 # TCP settings that keep a rate-limited link full while a rank has data to send. BBR sends almost nothing for 200 ms
@@ -107,8 +101,7 @@ def _set_tcp() -> dict[str, str]:
         try:
             path.write_text(value)
         except OSError:
-            present = " ".join(path.read_text().split())
-            if present != value:
+            if (present := " ".join(path.read_text().split())) != value:
                 refused[key] = present
     return refused
 
@@ -150,11 +143,10 @@ def hold(argv: list[str]) -> int:
         if os.getppid() != spec["owner"]:
             return 1
         answer = _make_lab(spec)
-    except (_NamespaceError, OSError) as error:
-        answer = {"error": str(getattr(error, "strerror", None) or error)}
-    print(json.dumps(answer), flush=True)
-    if "error" in answer:
+    except OSError as error:
+        print(json.dumps({"error": error.strerror or str(error)}), flush=True)
         return 1
+    print(json.dumps(answer), flush=True)
     # The input closes when the owner closes the lab. A forked process of the owner may hold a copy of it, so this
     # process polls the pidfd of the owner too.
     poll = select.poll()

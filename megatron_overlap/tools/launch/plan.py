@@ -7,15 +7,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megatron_overlap.config import ConfigError, LaunchConfig, dump_config, to_megatron_args
 from megatron_overlap.config.errors import writing
-from megatron_overlap.config.launch import ModelConfig
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.tools.launch.netlab import Netlab, NetlabError
 from megatron_overlap.tools.launch.processes import OnLine, RankCommand, loopback_env, run_ranks, worker_commands
@@ -94,8 +94,15 @@ def unused_folder(parent: str, name: str) -> Path:
 
 def over_loopback(cfg: LaunchConfig) -> LaunchConfig:
     """The same launch without `launch.hosts`: as many ranks over loopback, without a rate limit."""
-    launch = {**cfg.launch.model_dump(), "hosts": None, "nodes": 1, "ranks_per_node": cfg.world_size}
-    return LaunchConfig.model_validate({**cfg.model_dump(), "launch": launch})
+    return changed(cfg, launch={"hosts": None, "nodes": 1, "ranks_per_node": cfg.world_size})
+
+
+def changed(config: LaunchConfig, **sections: Mapping[str, Any] | Sequence[str]) -> LaunchConfig:
+    """A config with some keys of some sections replaced, or a whole text or list, validated again."""
+    dump = config.model_dump()
+    for section, keys in sections.items():
+        dump[section] = {**dump[section], **keys} if isinstance(keys, Mapping) else keys
+    return LaunchConfig.model_validate(dump)
 
 
 def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> list[str]:
@@ -104,7 +111,10 @@ def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> l
     `anywhere`: take `launch.entry` as written, even if this machine has no such file. Raises ConfigError if it does not
     exist.
     """
-    name, provided = cfg.launch.entry, _provided_script(cfg.model)
+    name, model = cfg.launch.entry, cfg.model
+    # `pretrain_llama.py` adds the flags of a LLaMA that a command line lacks, also those that `model` turns off.
+    llama = model.arch == "llama" and model.swiglu and model.untie_embeddings and not model.add_bias
+    provided = "pretrain_llama.py" if llama else "pretrain_gpt.py"
     script = resource_folder("scripts") / provided if name is None else Path(name)
     if not (anywhere or script.is_file()):
         remedy = "no such file; give the path of a training script"
@@ -113,12 +123,6 @@ def entry_args(cfg: LaunchConfig, run_dir: Path, *, anywhere: bool = False) -> l
         raise ConfigError(cfg.name, "launch.entry", name, remedy)
     ours = ["--overlap-config", str(run_dir / CONFIG_FILE), "--overlap-run-dir", str(run_dir)]
     return [name if anywhere and name else str(script), *to_megatron_args(cfg), *ours]
-
-
-def _provided_script(model: ModelConfig) -> str:
-    """`pretrain_llama.py` adds the flags of a LLaMA that a command line lacks, also those that `model` turns off."""
-    llama = model.arch == "llama" and model.swiglu and model.untie_embeddings and not model.add_bias
-    return "pretrain_llama.py" if llama else "pretrain_gpt.py"
 
 
 def gpu_env(cfg: LaunchConfig) -> dict[str, str]:
@@ -143,18 +147,17 @@ def execute(
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
-    config, folder, path = launch_plan.config, launch_plan.run_dir, launch_plan.run_dir / CONFIG_FILE
-    commands, lab, hosts = launch_plan.commands, launch_plan.lab, config.launch.hosts
+    folder, hosts = launch_plan.run_dir, launch_plan.config.launch.hosts
     with contextlib.ExitStack() as stack:
-        if lab is not None and hosts is not None:
+        if launch_plan.lab is not None and hosts is not None:
             try:
-                stack.enter_context(lab)
+                stack.enter_context(launch_plan.lab)
             except NetlabError as error:
                 if hosts.fallback != "loopback":
                     raise NetlabError(f"{error}; launch.hosts.fallback=loopback runs without limited links") from error
                 on_note(f"the machine cannot make launch.hosts: {error}; running over loopback without a rate limit")
-                config, lab = over_loopback(config), None
-                commands = plan(config, folder).commands
+                launch_plan = plan(over_loopback(launch_plan.config), folder)
+        config, path = launch_plan.config, folder / CONFIG_FILE
         with writing("launch --run-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
         # Several nodes may write the same file of a shared folder. The rename is atomic: readers see a complete file.
@@ -164,7 +167,7 @@ def execute(
         timeout_s, logs = config.launch.timeout_s, folder / LOG_FOLDER
         if config.launch.nodes > 1:  # each node has a rank 0 of its own: torchrun
             logs /= socket.gethostname()
-        return run_ranks(commands, timeout_s=timeout_s, log_dir=logs, lab=lab, on_line=on_line)
+        return run_ranks(launch_plan.commands, timeout_s=timeout_s, log_dir=logs, lab=launch_plan.lab, on_line=on_line)
 
 
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id
@@ -194,11 +197,9 @@ def batch_file(configs: Sequence[LaunchConfig], file: str = "job.sh") -> str:
     return environment.get_template("slurm.sh.j2").render(
         file=shlex.quote(file),
         runs=[_slurm_run(config) for config in configs],
-        slurm=launch.slurm,
-        nodes=launch.nodes,
+        launch=launch,
         ranks_per_node=ranks_per_node,
         gpus=gpus,
-        output_dir=launch.output_dir,
         env=env,
         config_file=CONFIG_FILE,
     )

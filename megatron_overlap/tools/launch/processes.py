@@ -31,7 +31,6 @@ _PORTS = range(20000, 32000)  # below the local ports of Linux (net.ipv4.ip_loca
 OnLine = Callable[[int, str], None]
 """Called with the number of a rank and one line of its output."""
 
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
 # Other ranks fail within milliseconds of the first failure. After this time the exit times name the first rank.
 _SETTLE_S = 0.3
 _MAX_LINE = 1 << 20  # bytes of a line to keep in memory: a progress bar may never end its line
@@ -86,7 +85,6 @@ class _Rank:
         self.status_fd = status_read
         assert self.process.stdout is not None
         self.output_fd = self.process.stdout.fileno()
-        os.set_blocking(self.output_fd, False)
 
     def describe_end(self) -> str:
         """`exit code 3` or `killed by SIGKILL`."""
@@ -98,10 +96,7 @@ class _Rank:
 
     def read_output(self) -> bool:
         """Read the available output. Returns False at its end."""
-        try:
-            data = os.read(self.output_fd, 1 << 16)
-        except BlockingIOError:
-            return True
+        data = os.read(self.output_fd, 1 << 16)
         self._log.write(data)
         self._log.flush()
         *lines, last = (self._partial + data).split(b"\n")
@@ -118,8 +113,7 @@ class _Rank:
 
     def read_status(self) -> bool:
         """Read the exit code from the supervisor. Returns False if the supervisor has ended."""
-        data = os.read(self.status_fd, 1 << 12)
-        if data:
+        if data := os.read(self.status_fd, 1 << 12):
             status = json.loads(data)
             self.code, self.ended_at = status["code"], status["time"]
             return True
@@ -130,20 +124,15 @@ class _Rank:
 
     def kill(self) -> None:
         """Make the supervisor kill the rank and its descendants."""
-        if self._stop < 0:
-            return
         with contextlib.suppress(BrokenPipeError):
             os.write(self._stop, b"x")  # a close is no signal while a forked process has a copy of the pipe
-        os.close(self._stop)
-        self._stop = -1
         self.process.send_signal(signal.SIGCONT)  # the process may be stopped
 
     def close(self) -> None:
         self.kill()
-        self.process.wait()
-        os.close(self.status_fd)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        with self.process:  # closes its pipe and waits for its end
+            os.close(self.status_fd)
+            os.close(self._stop)
         self._log.close()
 
     def send(self, number: signal.Signals) -> None:
@@ -237,7 +226,7 @@ def run_ranks(
     log_dir: Path,
     lab: Netlab | None = None,
     on_line: OnLine | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float = 10.0,
 ) -> float:
     """Run all ranks to their end, and return the wall time in seconds.
 

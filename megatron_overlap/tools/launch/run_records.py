@@ -55,7 +55,7 @@ class RunRecord:
     peak_memory_bytes: int | None  # largest peak of a rank over the run; None if not recorded
     meta: Mapping[str, Any]  # versions, device, layout and link of rank 0
     report: PluginReport | None  # None if the plugin was off
-    exposed: tuple[StepExposed, ...] | None = None  # None without `overlap.trace`
+    exposed: tuple[StepExposed, ...] = ()  # empty without `overlap.trace`
     evaluation_ms: tuple[float, ...] = ()  # of each evaluation on the slowest rank
 
 
@@ -65,9 +65,11 @@ def read_run(run_dir: Path, world_size: int, iterations: int) -> RunRecord:
     Raises RunRecordError if a file is missing, unreadable or too short.
     """
     files = [run_dir / f"steps-rank{rank}.jsonl" for rank in range(world_size)]
-    ranks = [_read_steps(file, iterations) for file in files]
+    ranks = [_read_lines(file, missing="; the run recorded no steps") for file in files]
     numbers = tuple(int(row["iteration"]) for row in ranks[0])
     for file, rows in zip(files, ranks, strict=True):
+        if (last := rows[-1]["iteration"] if rows else 0) != iterations:
+            raise RunRecordError(f"{file}: the last step is {last}, must be {iterations}: the run ended early")
         if tuple(int(row["iteration"]) for row in rows) != numbers:
             raise RunRecordError(f"{file}: its iterations differ from those of rank 0")
     steps = list(zip(*ranks, strict=True))
@@ -91,14 +93,6 @@ def deviation(a: float | None, b: float | None) -> float:
     if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
         return math.nan
     return abs(b - a) / abs(a) if a else abs(b - a)
-
-
-def _read_steps(path: Path, iterations: int) -> list[dict[str, Any]]:
-    rows = _read_lines(path, missing="; the run recorded no steps")
-    last = rows[-1]["iteration"] if rows else 0
-    if last != iterations:
-        raise RunRecordError(f"{path}: the last step is {last}, must be {iterations}: the run ended early")
-    return rows
 
 
 def _read_lines(path: Path, missing: str = "") -> list[dict[str, Any]]:
@@ -127,9 +121,9 @@ def _first_value(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return next((float(row[key]) for row in rows if row.get(key) is not None), None)
 
 
-def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed, ...] | None:
+def _exposed(steps: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[StepExposed, ...]:
     if any("exposed" not in row for rows in steps for row in rows):
-        return None
+        return ()
     means = []
     for rows in steps:
         by_op: dict[tuple[str, str], float] = defaultdict(float)

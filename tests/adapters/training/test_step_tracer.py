@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_every_step_has_its_exposed_communication(run: tuple[Path, str]) -> None:
     record = read_run(run[0] / "run", 2, 4)
-    assert record.exposed is not None
+    assert record.exposed
     for step, time_ms in zip(record.exposed, record.step_time_ms, strict=True):
         assert 0 < step.total_ms < time_ms
         assert any(op == "all_reduce" for op, _ in step.by_op)  # Megatron's own

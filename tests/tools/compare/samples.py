@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from megatron_overlap.tools.compare.comparison import Side, Workload
+from pydantic_core import to_json
+
+from megatron_overlap.tools.compare.comparison import Comparison, Side, Workload, comparison_content
 from megatron_overlap.tools.compare.flops import Peak
 from megatron_overlap.tools.launch.run_records import Fallback, PluginReport, RunRecord
 
@@ -36,3 +40,8 @@ def record(
 def side(name: str, records: Sequence[RunRecord], flops: float | None = 4e9) -> Side:
     work = Workload(tokens=512, flops=flops, flops_convention="counted", devices=2)
     return Side(name, LINK, tuple(records), work, Peak(0.1, "measured here"))
+
+
+def written(comparison: Comparison) -> Any:
+    """The content of compare.json, read back."""
+    return json.loads(to_json(comparison_content(comparison), inf_nan_mode="null"))

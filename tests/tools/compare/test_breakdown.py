@@ -10,10 +10,10 @@ import pytest
 
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.breakdown import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
-from megatron_overlap.tools.compare.comparison import Comparison, TypicalStep, compare, comparison_content
+from megatron_overlap.tools.compare.comparison import Comparison, TypicalStep, compare
 from megatron_overlap.tools.compare.plot import draw_breakdown
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
-from tests.tools.compare.samples import record, side
+from tests.tools.compare.samples import record, side, written
 from tests.tools.compare.test_report import pictures
 
 BIG, SMALL = ("gather", "forward"), ("tiny", "backward")
@@ -75,8 +75,8 @@ def test_every_row_by_hand(tmp_path: Path) -> None:
 def test_the_floor_is_the_same_in_json_table_and_breakdown() -> None:
     result = compared(twice_ms=7)
     (part,) = breakdowns(result)
-    written = comparison_content(result)["runs"]
-    assert [run["exposed"]["floor_ms"] for run in written] == pytest.approx([66.5, 63])
+    runs = written(result)["runs"]
+    assert [run["exposed"]["floor_ms"] for run in runs] == pytest.approx([66.5, 63])
     assert (part.reference_floor_ms, part.run_floor_ms) == pytest.approx((66.5, 63))
     cells = {row.label: row.cells for row in report.rows(result)}
     assert cells["compute-only floor, ms"] == ("66.5", "63.0")
@@ -112,8 +112,8 @@ def test_the_page_names_the_timeline_of_the_step_nearest_the_median(tmp_path: Pa
     hidden = [record([9, 9, *times]) for times in ([30, 40, 60], [90, 65, 95], [10, 11, 70])]
     result = compare([side("plain", plain), side("hidden", hidden)])
     assert [run.typical_step for run in result.runs] == [TypicalStep(3, 4, 200), TypicalStep(1, 5, 60)]
-    written = comparison_content(result)["runs"]
-    assert written[0]["typical_step"] == {"round": 3, "iteration": 4, "step_time_ms": 200}
+    runs = written(result)["runs"]
+    assert runs[0]["typical_step"] == {"round": 3, "iteration": 4, "step_time_ms": 200}
     report.write(result, tmp_path, {})
     page = (tmp_path / "compare.html").read_text()
     assert "plain: iteration 4 of round 3 took 200.0 ms, nearest to the median." in page

@@ -11,11 +11,10 @@ from megatron_overlap.tools.compare.comparison import (
     NotComparableError,
     Spread,
     compare,
-    comparison_content,
     max_deviation,
     paired_ratios,
 )
-from tests.tools.compare.samples import LINK, record, side
+from tests.tools.compare.samples import LINK, record, side, written
 
 KEYS = {"runs", "speedup", "max_loss_deviation", "max_grad_norm_deviation", "link", "versions"}
 RUN_KEYS = {
@@ -35,7 +34,7 @@ RUN_KEYS = {
 def test_every_figure_by_hand() -> None:
     a = side("a", [record([900, 900, 200, 220, 180], memory=1000), record([900, 900, 400, 400, 400], memory=1100)])
     b = side("b", [record([900, 900, 100, 100, 100], memory=1155), record([900, 900, 320, 310, 330], memory=1000)])
-    result = comparison_content(compare([a, b]))
+    result = written(compare([a, b]))
 
     assert result.keys() >= KEYS
     first, second = result["runs"]
@@ -63,10 +62,10 @@ def test_evaluations_are_compared_within_each_round() -> None:
         side(name, [replace(record([1, 1, 1]), evaluation_ms=each) for each in rounds])
         for name, rounds in times.items()
     ]
-    result = comparison_content(compare(sides))
+    result = written(compare(sides))
     assert [run["evaluation_ms"]["median"] for run in result["runs"]] == [50.0, 20.0]
     assert result["against_first"][0]["evaluation_speedup"] == pytest.approx({"median": 3.0, "p20": 2.4, "p80": 3.6})
-    without = comparison_content(compare([sides[0], side("b", [record([1, 1, 1])] * 2)]))
+    without = written(compare([sides[0], side("b", [record([1, 1, 1])] * 2)]))
     assert without["against_first"][0]["evaluation_speedup"] is without["runs"][1]["evaluation_ms"] is None
 
 
@@ -78,7 +77,7 @@ def test_deviation_is_the_largest_of_all_rounds_and_iterations_warm_up_included(
     assert result.headline.max_grad_norm_deviation == pytest.approx(0.25)
     assert result.runs[0].own_loss_deviation == 0.0
     assert result.runs[1].own_loss_deviation == pytest.approx(0.05)
-    assert comparison_content(result)["max_loss_deviation"] == pytest.approx(0.05)
+    assert written(result)["max_loss_deviation"] == pytest.approx(0.05)
 
 
 def test_a_loss_that_is_nan_in_one_run_is_an_error() -> None:
@@ -89,17 +88,17 @@ def test_a_loss_that_is_nan_in_one_run_is_an_error() -> None:
 
 def test_the_two_parts_of_a_speedup_multiply_to_it() -> None:
     a, b, serial = ([record([9, 9, *times])] for times in ([120.0] * 3, [60.0] * 3, [80.0] * 3))
-    result = compare([side("a", a), side("b", b), side("b_serial", serial)], serial=2)
+    result = compare([side("a", a), side("b", b), side("b_serial", serial)], serial=True)
     assert result.attribution is not None
     assert result.attribution.faster_collective.median == pytest.approx(1.5)
     assert result.attribution.overlap.median == pytest.approx(80 / 60)
-    assert comparison_content(result)["speedup"]["median"] == pytest.approx(1.5 * 80 / 60)
+    assert written(result)["speedup"]["median"] == pytest.approx(1.5 * 80 / 60)
     assert [entry.name for entry in result.against] == ["b", "b_serial"]
 
 
 def test_unknown_flops_are_null() -> None:
     rounds = [record([1, 1, 1])]
-    result = comparison_content(compare([side("a", rounds, flops=None), side("b", rounds, flops=None)]))
+    result = written(compare([side("a", rounds, flops=None), side("b", rounds, flops=None)]))
     assert result["runs"][0]["tflops_per_device"] is None
     assert result["runs"][0]["mfu"] is None
     assert result["runs"][0]["tokens_per_s"] > 0

@@ -25,7 +25,7 @@ def comparison(serial: bool = False) -> Comparison:
     b = side("hidden", [record([9, 9, 60, 61, 62], fallbacks=FALLBACKS), record([9, 9, 59, 60, 61])])
     c = side("hidden_serial", [record([9, 9, 80, 81, 82]), record([9, 9, 81, 80, 79])])
     settings = {"notes": ["Two rounds."]}
-    return compare([a, b, c] if serial else [a, b], serial=2 if serial else None, settings=settings)
+    return compare([a, b, c] if serial else [a, b], serial=serial, settings=settings)
 
 
 def pictures(page: str) -> list[str]:
