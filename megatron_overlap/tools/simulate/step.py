@@ -139,8 +139,8 @@ class _Simulation:
         return collective_us(kind, dense, self.data_link) + collective_us(kind, experts, self.expert_link)
 
     def parameter_times(self, stage: int) -> dict[int, float]:
-        """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
-        if not (self.job.distributed_optimizer and self.job.data_overlap == "stock" and self.replicated):
+        """Arrival times of the parameters of each part after the start of their all-gathers, first part first."""
+        if not (self.job.distributed_optimizer and self.replicated):
             return {}
         clock, arrived = 0.0, {}
         for bucket in reversed(self.buckets(stage)):
@@ -154,7 +154,8 @@ class _Simulation:
         stages = []
         for number in range(job.pipeline):
             units = deque(order(job.pipeline, number, job.virtual, job.num_microbatches))
-            stages.append(_Stage(number, units, self.parameter_times(number)))
+            # The all-gathers start with the step, or else follow the optimizer.
+            stages.append(_Stage(number, units, self.parameter_times(number) if job.data_overlap == "stock" else {}))
         done: dict[tuple[Unit, int] | None, float] = {None: 0.0}
         while any(stage.units for stage in stages):
             num_done = len(done)
@@ -231,11 +232,8 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
         ends.append(end + lost * hidden)
     trained = max(ends)
     update, gather = max(optimizer_us(job, model, stage) for stage in range(job.pipeline)), 0.0
-    if job.distributed_optimizer and job.data_overlap == "none":
-        gather = max(
-            sum(simulation.collective_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
-            for s in range(job.pipeline)
-        )
+    if job.data_overlap == "none":
+        gather = max(max(simulation.parameter_times(s).values(), default=0.0) for s in range(job.pipeline))
     for stage, end in zip(stages, ends, strict=True):
         stage.time.pipeline_us += trained - end
         stage.time.data_us += end - stage.clock + gather
