@@ -8,7 +8,6 @@ wave that is not full takes as long as one that is. So many small GEMMs cost mor
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from megatron_overlap.config.cluster import ClusterProfile, Elementwise, LinkProfile, Precision, RowRate
@@ -118,9 +117,19 @@ class CostModel:
             return 0.0
         device, gemm = self.profile.device, self.profile.device.gemm
         peak = self.profile.peak_tflops(self.precision) * 1e12 * gemm.efficiency.value
-        key = (peak, gemm.processors, device.memory_gbps.value * 1e9, self.item_bytes)
-        tiles = tuple((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
-        return _gemm_us(key, tiles, m, n, k) / _row_rate(gemm.rows, m) + self.launch_us
+        memory_rate = device.memory_gbps.value * 1e9
+        compute = 2.0 * m * n * k / peak * _US
+        if gemm.tiles:
+            # A wave multiplies, then writes its tiles. With a small k the write is not hidden.
+            compute = min(
+                math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / gemm.processors)
+                * (2.0 * rows * columns * k / (peak * rate) + rows * columns * self.item_bytes / memory_rate)
+                * gemm.processors
+                * _US
+                for rows, columns, rate in ((tile.rows, tile.columns, tile.rate) for tile in gemm.tiles)
+            )
+        traffic = (m * k + n * k + m * n) * self.item_bytes / memory_rate * _US
+        return max(compute, traffic) / _row_rate(gemm.rows, m) + self.launch_us
 
     def memory_us(self, num_bytes: float, kind: Elementwise | None = None, *, backward: bool = False) -> float:
         """Time to read and write `num_bytes` in all, at the rate of `kind` if the profile has it, or of the memory."""
@@ -175,8 +184,7 @@ class CostModel:
             # A group with one rank in each node has no link inside a node that limits it.
             limits = rates if together > 1 else (math.inf,) * 4
             shares = (min(1.0, nics * together), *[nics * math.gcd(size, together)] * 3)
-            outside = [rate * share for rate, share in zip(_rates(between), shares, strict=True)]
-            rates = [min(both) for both in zip(limits, outside, strict=True)]
+            rates = [min(most, rate * share) for most, rate, share in zip(limits, _rates(between), shares, strict=True)]
         copy, gather, scatter, reduce = (rate * 1e3 for rate in rates)
         evenly = 0 if size % together else together
         link = Link(size, evenly, latency, copy, gather, scatter, ring_latency, None if math.isinf(reduce) else reduce)
@@ -221,12 +229,6 @@ class CostModel:
             both = 2 * link.ring_latency_us + moved / link.all_reduce_rate
         return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": both}[kind] + self.launch_us
 
-    @property
-    def busy_us(self) -> float:
-        """Additional time of a message whose ranks compute."""
-        busy = self.profile.contention.busy_us
-        return 0.0 if busy is None else busy.value
-
     def late_us(self, computed_us: float) -> float:
         """Rank skew after a computation time since the last synchronization: see `Contention.late`; at least 0."""
         low = below = slope = 0.0
@@ -252,23 +254,6 @@ def _rates(link: LinkProfile) -> tuple[float, float, float, float]:
     scatter = gather if link.reduce_scatter_gbps is None else link.reduce_scatter_gbps.value
     reduce = math.inf if link.all_reduce_gbps is None else link.all_reduce_gbps.value
     return link.copy_gbps.value, gather, scatter, reduce
-
-
-@lru_cache(maxsize=65536)
-def _gemm_us(key: tuple[float, ...], tiles: tuple[tuple[int, int, float], ...], m: int, n: int, k: int) -> float:
-    peak, processors, memory_rate, item_bytes = key
-    compute = 2.0 * m * n * k / peak * _US
-    if tiles:
-        # A wave multiplies, then writes its tiles. With a small k the write is not hidden.
-        compute = min(
-            math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors)
-            * (2.0 * rows * columns * k / (peak * rate) + rows * columns * item_bytes / memory_rate)
-            * processors
-            * _US
-            for rows, columns, rate in tiles
-        )
-    traffic = (m * k + n * k + m * n) * item_bytes / memory_rate * _US
-    return max(compute, traffic)
 
 
 def _row_rate(points: Sequence[RowRate], m: int) -> float:

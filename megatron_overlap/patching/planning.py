@@ -296,14 +296,13 @@ def _import_replacement(manifest: Manifest) -> Any:
 
 def describe(value: Any) -> str:
     """The maker of an object: module, name, file and line."""
-    function = plain_function(value)
     if value is None:
         return "nothing"
-    code: Any = getattr(function, "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    function = plain_function(value)
     module = getattr(function, "__module__", None) or type(function).__module__
+    code: Any = getattr(function, "__code__", None)
+    if code is None:
+        return f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     # A replacement made with functools.wraps has the original's names; its globals belong to its own module.
     module = getattr(function, "__globals__", {}).get("__name__", module)
-    given = getattr(function, "__qualname__", type(function).__qualname__)
-    name = given if code is None else code.co_qualname
-    return f"{module}.{name}{where}"
+    return f"{module}.{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"

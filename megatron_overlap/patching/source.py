@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 PACKAGE = "megatron"  # its source is judged
 
@@ -86,17 +86,13 @@ class ImportedTree:
     def read(self, module: str) -> tuple[str, str] | None:
         """File name and text of a module; None where the module is not imported or has no source."""
         if module not in self._found:
-            loaded = sys.modules.get(module)
-            get_source = getattr(getattr(loaded, "__loader__", None), "get_source", None)
-            file = getattr(loaded, "__file__", None)
-            text = None
-            if file is not None and get_source is not None:
-                with contextlib.suppress(ImportError, OSError):
-                    text = get_source(module)
-            if file is None or text is None:
-                return None
-            self._found[module] = file, text
-        return self._found[module]
+            loaded: Any = sys.modules.get(module)
+            # Modules without a file or a loader lack the attributes, and so does a missing module.
+            with contextlib.suppress(AttributeError, ImportError, OSError):
+                file, text = loaded.__file__, loaded.__loader__.get_source(module)
+                if file is not None and text is not None:
+                    self._found[module] = file, text
+        return self._found.get(module)
 
 
 SourceTree = DirectoryTree | ImportedTree

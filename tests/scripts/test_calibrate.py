@@ -85,7 +85,7 @@ def test_the_cost_model_returns_the_measured_times(tmp_path: Path) -> None:
     # The GEMMs took 4 ms longer beside the bytes of both directions.
     moved = 2 * (8 << 20) / 1e6
     assert profile.contention.host_us_per_mb.value == pytest.approx(4000 / moved)
-    assert model.busy_us == 700
+    assert model.profile.contention.busy_us.value == 700
     assert [model.late_us(us) for us in (0.0, 5e3, 2.5e4, 5e4)] == pytest.approx([0, 250, 1250, 2500])
     for check in checks(path, FOUND, "bf16"):
         assert abs(check.error) < 0.02, check

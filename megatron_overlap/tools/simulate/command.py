@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from megatron_overlap.autotune.cost_model import CostModel
-from megatron_overlap.config import ConfigError, LaunchConfig, load_launch_config
+from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.cluster import load_cluster_profile, with_hosts
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.resources import config_file
@@ -64,8 +64,10 @@ def simulate(
     memory = _memory(memory_of(job))
     listed = {text: method for text, method in _METHODS.items() if not unsupported_reason(method, link)}
     methods = {name: figures(other, model, simulate_step(other, model)) for name, other in _jobs(job, listed).items()}
+    left_out = [f"overlap.{name}" for name in ("ulysses", "varlen") if getattr(cfg.overlap, name).method != "none"]
+    what = f"{left_out[0]} is not simulated: attention is Megatron's ring over whole sequences. " if left_out else ""
     content: dict[str, Any] = {
-        "what": _what(cfg),
+        "what": what + DISCLAIMER,
         "cluster": profile.name,
         "layout": job.label(),
         "ranks": job.world_size,
@@ -75,12 +77,12 @@ def simulate(
         "methods": methods,
     }
     if find:
-        best, tried, too_large = sweep(job, model)
-        rows = [
+        found, tried = sweep(job, model)
+        best = [
             {"layout": layout.label(), **figures(layout, model, time), "memory_gib": _memory(needed)}
-            for layout, time, needed in best
+            for layout, time, needed in found[:10]
         ]
-        content["sweep"] = {"tried": tried, "too_large": too_large, "best": rows}
+        content["sweep"] = {"tried": tried, "too_large": tried - len(found), "best": best}
     if generation:
         content["generation_us"] = generation_us(job, model, listed)
     console = Console(highlight=False)
@@ -94,13 +96,6 @@ def simulate(
         console.print(f"does not fit in memory: about {memory['total']:.0f} GiB of {capacity:.0f}", style="bold")
         return 1
     return 0
-
-
-def _what(cfg: LaunchConfig) -> str:
-    left_out = [f"overlap.{name}" for name in ("ulysses", "varlen") if getattr(cfg.overlap, name).method != "none"]
-    if not left_out:
-        return DISCLAIMER
-    return f"{left_out[0]} is not simulated: attention is Megatron's ring over whole sequences. {DISCLAIMER}"
 
 
 def _jobs(job: Job, listed: Mapping[str, Method | Literal["auto"]]) -> dict[str, Job]:

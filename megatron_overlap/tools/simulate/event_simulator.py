@@ -1,8 +1,8 @@
 """Event simulator of a schedule: computation and messages of one rank on one clock.
 
 All ranks of a group run the same schedule, so one rank stands for all. A rank sends its messages one after the other,
-as they become ready; those between nodes have a queue of their own. Collectives of several streams run concurrently and
-share the port of the rank. Its computation has one queue and runs slower while the rank communicates.
+as they become ready; those between nodes have a queue of their own. Its computation has one queue and runs slower while
+the rank communicates.
 """
 
 import math
@@ -77,7 +77,6 @@ class _InTransit:
     left: float
     ready: float
     starts: float
-    rate: float = 0.0
     arrived: bool = False
     noticed: float = 0.0
 
@@ -90,12 +89,13 @@ class _Simulation:
         self.streams, self.order, self.model, self.link, self.kind = streams, order, model, link, kind
         self.port_rate = link.collective_rate if kind == "collective" else link.copy_rate
         # Half of the delay is before a message leaves, half before the receiver processes it.
-        self.busy_us = 0.0 if kind == "collective" else model.busy_us / 2
+        busy = None if kind == "collective" else model.profile.contention.busy_us
+        self.busy_us = 0.0 if busy is None else busy.value / 2
         self.now = self.left = self.started = self.compute_us = 0.0
         self.next_work = 0
         self.computing = False
-        # By stream: messages that have left, those not posted, completed work, arrival time by message.
-        self.sent, self.done = [0] * count, [0] * count
+        # By stream: completed work, messages not posted, queues, arrival time by message.
+        self.done = [0] * count
         self.unposted = [list(range(len(stream.messages))) for stream in streams]
         self.num_queues = [len({message.between_nodes for message in stream.messages}) for stream in streams]
         self.arrived: list[dict[int, float]] = [{} for _ in range(count)]
@@ -105,17 +105,17 @@ class _Simulation:
     def post(self) -> bool:
         """Post a message of each stream that may leave. A collective waits for the previous one of its stream."""
         progress = False
-        for number, stream in enumerate(self.streams):
+        for number, (stream, arrived) in enumerate(zip(self.streams, self.arrived, strict=True)):
             blocked = set[bool]()  # queues whose next message may not leave
             for at in self.unposted[number]:
                 message = stream.messages[at]
-                if message.after_work > self.done[number] or (self.kind == "collective" and at > self.sent[number]):
+                if message.after_work > self.done[number] or (self.kind == "collective" and at > len(arrived)):
                     blocked.add(message.between_nodes)
                     if len(blocked) == self.num_queues[number]:
                         break
                 if message.between_nodes in blocked:
                     continue
-                if message.after_message is not None and message.after_message not in self.arrived[number]:
+                if message.after_message is not None and message.after_message not in arrived:
                     continue  # those of a later operation do not wait for a message that forwards
                 size = message.num_bytes * message.stretch
                 ready = start = self.now
@@ -151,30 +151,27 @@ class _Simulation:
                 message.noticed = min(message.noticed, self.now)
 
     def advance(self) -> None:
-        # Collectives share the port equally. Otherwise the first message of each queue is sent.
         waiting = [message for message in self.messages if not message.arrived]
         firsts = {message.planned.between_nodes: message for message in reversed(waiting)}
-        sendable = waiting if self.kind == "collective" else list(firsts.values())
-        active = [message for message in sendable if message.starts <= self.now + _DONE and message.left > 0]
-        for message in active:
-            message.rate = self.port_rate / (len(active) if self.kind == "collective" else 1)
-        moving = [message for message in self.messages if message.rate > 0]
+        moving = [first for first in firsts.values() if first.starts <= self.now + _DONE and first.left > 0]
         speed = 1.0
         if self.computing and moving:
-            num_bytes = sum(2 * message.rate for message in moving)  # sent and received
+            num_bytes = 2 * self.port_rate * len(moving)  # sent and received
             speed = min(self.model.compute_rate(each.planned.mover or self.kind, num_bytes) for each in moving)
-        steps = [self.left / speed] if self.computing else []
+        steps = [message.left / self.port_rate for message in moving]
+        if self.computing:
+            steps.append(self.left / speed)
         for message in self.messages:
             if message.arrived:
                 steps.append(max(0.0, message.noticed - self.now))
             elif message.starts > self.now + _DONE:
                 steps.append(message.starts - self.now)
-            elif message.rate > 0 or message.left <= 0:
-                steps.append(max(0.0, message.left) / max(message.rate, _DONE))
+            elif message.left <= 0:
+                steps.append(0.0)
         step = min(steps)
         self.now += step
-        for message in self.messages:
-            message.left -= step * message.rate
+        for message in moving:
+            message.left -= step * self.port_rate
         if self.computing:
             self.left -= step * speed
             if self.left <= _DONE * max(1.0, self.now):
@@ -190,8 +187,7 @@ class _Simulation:
         for message in self.messages:
             has_arrived = message.starts <= self.now + _DONE and message.left <= _DONE * max(1.0, self.port_rate)
             if has_arrived and not message.arrived:
-                self.sent[message.stream] = message.index + 1
-                message.arrived, message.rate = True, 0.0
+                message.arrived = True
                 waits = self.computing and message.planned.num_bytes > 0
                 message.noticed = self.now + (self.busy_us if waits else 0.0)
             if not message.arrived or message.noticed > self.now + _DONE:

@@ -104,7 +104,6 @@ def _stock_ops(layer: ExpertLayer, backward: bool) -> Sequence[Op]:
     return dispatch, sort, experts, combine
 
 
-@lru_cache(maxsize=1024)
 def _overlaps(layer: ExpertLayer) -> bool:
     overlap = layer.experts.overlap
     if overlap != "auto" or layer.experts.parallel == 1:

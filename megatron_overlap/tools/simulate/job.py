@@ -102,7 +102,6 @@ class Job:
 
     @property
     def layers_per_chunk(self) -> int:
-        """Layers of one model chunk of one stage."""
         return self.model.num_layers // (self.pipeline * self.virtual)
 
     @property
@@ -121,12 +120,6 @@ class Job:
         supported = self.tensor > 1 and self.sequence_parallel and recompute and self.experts is None
         used = (split for split, divisible in splits.items() if divisible and self.split in (split, "auto"))
         return next(used, "none") if supported else "none"
-
-    @property
-    def skips_output(self) -> bool:
-        """Whether the plugin leaves out the last linear layer of a recomputed transformer layer."""
-        plugin = self.tensor > 1 and self.tensor_overlap.method in ("p2p", "auto")
-        return plugin and self.recompute == "full" and self.recompute_output == "skip"
 
     @property
     def hidden_elements(self) -> float:

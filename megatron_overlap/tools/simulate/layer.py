@@ -92,12 +92,12 @@ class Layers:
 
     def _recomputed(self) -> tuple[Op, ...]:
         """Operations that the backward computes again."""
-        ops = self._forward
-        match self.job.recompute:
-            case "full" if self.job.skips_output:
-                return tuple(op for op in ops if op.name != "fc2")
+        ops, job = self._forward, self.job
+        match job.recompute:
             case "full":
-                return ops
+                plugin = job.tensor > 1 and job.tensor_overlap.method in ("p2p", "auto")
+                skips_output = plugin and job.recompute_output == "skip"
+                return tuple(op for op in ops if not (skips_output and op.name == "fc2"))
             case "needed":
                 return ops[: [op.name for op in ops].index("fc2")]
             case "selective":

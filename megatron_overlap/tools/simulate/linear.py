@@ -65,11 +65,9 @@ class LinearOverlap:
 
 def unsupported_reason(method: str, link: Link) -> str | None:
     """Return why the ranks of `link` cannot use a method; None if they can."""
-    if link.per_node == link.size:
-        return None
-    if method in ("userbuffers", "compiled"):
+    if method in ("userbuffers", "compiled") and link.per_node < link.size:
         return f"method: {method}: {link.size} ranks are on several nodes; use ranks of one node"
-    if method == "fused" and link.per_node < 2:
+    if method == "fused" and link.per_node < min(2, link.size):
         return f"method: fused: {link.size} ranks; use several ranks on each node, the same number on all"
     return None
 
@@ -259,11 +257,9 @@ class Linear:
         arriving = self._arriving(stream, self.in_features)
         first = next(arriving)
         yield
+        started = first._gather_rows(stream, 0 if self._queued else len(stream.work))
         if self._queued:
-            started = first._gather_rows(stream, 0)
             yield
-        else:
-            started = first._gather_rows(stream, len(stream.work))
         stream.compute(*started)
         for inside in arriving:
             stream.compute(*inside._gather_rows(stream, len(stream.work)))

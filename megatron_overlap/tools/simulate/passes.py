@@ -48,20 +48,16 @@ def with_rank_skew(ops: Sequence[Op], late_us: Callable[[float], float]) -> Pass
 
     `late_us` is the skew by the computation time since the last one; the previous pass is assumed to be of this kind.
     """
-    last = max((index for index, op in enumerate(ops) if op.sync), default=None)
-    if last is None:
-        return Pass.of(ops)
-    computed = sum(op.computed_us for op in ops[last + 1 :]) + _after_sync(ops[last])
-    made = []
-    for op in ops:
+    computed, made = 0.0, list[Op]()
+    for op in (*ops, *ops):
         if op.sync is None:
             computed += op.computed_us
             made.append(op)
-            continue
-        late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
-        made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
-        computed = _after_sync(op)
-    return Pass.of(made)
+        else:
+            late = max(0.0, late_us(computed + op.computed_us - _after_sync(op)) - op.slack_us)
+            made.append(replace(op, time_us=op.time_us + late, tensor_us=op.tensor_us + late))
+            computed = _after_sync(op)
+    return Pass.of(made[len(ops) :])
 
 
 def _after_sync(op: Op) -> float:

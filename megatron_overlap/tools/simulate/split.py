@@ -88,13 +88,12 @@ class _PartLayers(Layers):
 
 
 class _Schedule:
-    """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation.
+    """Builds the program of both parts, whose `layers` and `steps` are in the order of their computation."""
 
-    `collectives`: see `GatherScatterMessages.gather_next`.
-    """
-
-    def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]], *, collectives: bool) -> None:
-        self._layers, self._steps, self._collectives = layers, steps, collectives
+    def __init__(self, layers: Sequence[_PartLayers], steps: Sequence[Sequence[_Step]]) -> None:
+        self._layers, self._steps = layers, steps
+        # See `GatherScatterMessages.gather_next`.
+        self._collectives = layers[0].model.on_device and not all(part.gathers_by_copies for part in layers)
         self._sequence = [(part, index) for index in range(len(steps[0])) for part in range(2)]
         self.parts = [Stream() for _ in layers]
         self.order: list[tuple[int, int]] = []
@@ -199,13 +198,12 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         steps = [part.steps(keys_before=before, backward=backward) for part, before in both]
         if backward:
             steps = [(mlp, attention) for attention, mlp in reversed(steps)]
-        copies = all(part.gathers_by_copies for part in parts)
-        collectives = model.on_device and not copies
         layers = parts[::-1] if backward else parts
-        schedule = _Schedule(layers, [[*both] * count for both in steps], collectives=collectives)
+        schedule = _Schedule(layers, [[*both] * count for both in steps])
         (schedule.backward if backward else schedule.forward)()
         simulated = run_streams(schedule.parts, model, whole.tensor_link, order=schedule.order)
         gradients_us = whole.accumulated(job.layer_parameters() / job.tensor).time_us if backward else 0.0
+        copies = all(part.gathers_by_copies for part in parts)
         num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)
         enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count

@@ -8,7 +8,7 @@ stage has one clock. The order of the units of a stage is 1F1B, with and without
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from megatron_overlap.autotune.cost_model import CLIP_BYTES, CollectiveKind, CostModel
@@ -38,8 +38,6 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
     """
 
     def unit(backward: bool, index: int) -> Unit:
-        if chunks == 1:
-            return Unit(backward, 0, index)
         group, position = divmod(index, stages * chunks)
         chunk = position // stages
         return Unit(backward, chunks - 1 - chunk if backward else chunk, group * stages + position % stages)
@@ -50,10 +48,8 @@ def order(stages: int, stage: int, chunks: int, microbatches: int) -> list[Unit]
     if chunks > 1:
         warm_up = 2 * warm_up + (chunks - 1) * stages
     warm_up = min(warm_up, total)
-    units = forwards[:warm_up]
-    for index in range(total - warm_up):
-        units += (forwards[warm_up + index], backwards[index])
-    return units + backwards[total - warm_up :]
+    steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
+    return [*forwards[:warm_up], *steady, *backwards[total - warm_up :]]
 
 
 def in_flight(stages: int, stage: int, chunks: int, microbatches: int) -> int:
@@ -143,8 +139,8 @@ class _Simulation:
         return collective_us(kind, dense, self.data_link) + collective_us(kind, experts, self.expert_link)
 
     def parameter_times(self, stage: int) -> dict[int, float]:
-        """Arrival times of the parameters of each part. The all-gathers start with the step, first part first."""
-        if not (self.job.distributed_optimizer and self.job.data_overlap == "stock" and self.replicated):
+        """Arrival times of the parameters of each part after the start of their all-gathers, first part first."""
+        if not (self.job.distributed_optimizer and self.replicated):
             return {}
         clock, arrived = 0.0, {}
         for bucket in reversed(self.buckets(stage)):
@@ -158,17 +154,16 @@ class _Simulation:
         stages = []
         for number in range(job.pipeline):
             units = deque(order(job.pipeline, number, job.virtual, job.num_microbatches))
-            stages.append(_Stage(number, units, self.parameter_times(number)))
+            # The all-gathers start with the step, or else follow the optimizer.
+            stages.append(_Stage(number, units, self.parameter_times(number) if job.data_overlap == "stock" else {}))
         done: dict[tuple[Unit, int] | None, float] = {None: 0.0}
-        progress = True
-        while progress:
-            progress = False
+        while any(stage.units for stage in stages):
+            num_done = len(done)
             for stage in stages:
                 while stage.units and (needed := self._needed(stage.units[0], stage.number)) in done:
                     unit = stage.units.popleft()
                     done[unit, stage.number] = self._run(stage, unit, done[needed])
-                    progress = True
-        assert not any(stage.units for stage in stages)
+            assert len(done) > num_done
         return stages
 
     def _needed(self, unit: Unit, stage: int) -> tuple[Unit, int] | None:
@@ -237,16 +232,12 @@ def simulate_step(job: Job, model: CostModel) -> StepTime:
         ends.append(end + lost * hidden)
     trained = max(ends)
     update, gather = max(optimizer_us(job, model, stage) for stage in range(job.pipeline)), 0.0
-    if job.distributed_optimizer and job.data_overlap == "none":
-        gather = max(
-            sum(simulation.collective_us(s, bucket, gradients=False) for bucket in simulation.buckets(s))
-            for s in range(job.pipeline)
-        )
+    if job.data_overlap == "none":
+        gather = max(max(simulation.parameter_times(s).values(), default=0.0) for s in range(job.pipeline))
     for stage, end in zip(stages, ends, strict=True):
         stage.time.pipeline_us += trained - end
         stage.time.data_us += end - stage.clock + gather
-    names = [each.name for each in fields(StepTime)]
-    means = {name: sum(getattr(stage.time, name) for stage in stages) / len(stages) for name in names}
+    means = {f.name: sum(getattr(stage.time, f.name) for stage in stages) / len(stages) for f in fields(StepTime)}
     return StepTime(**means | {"step_us": trained + update + gather, "optimizer_us": update})
 
 

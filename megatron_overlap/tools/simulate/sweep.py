@@ -4,7 +4,7 @@ The estimate follows Korthikanti et al. (arXiv 2205.05198), section 4, with fuse
 without dropout masks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -80,25 +80,17 @@ class Candidate(NamedTuple):
     memory: Memory
 
 
-class Sweep(NamedTuple):
-    """The `best` layouts, fastest first, the number of possible ones, and of those that do not fit in memory."""
-
-    best: Sequence[Candidate]
-    tried: int
-    too_large: int
-
-
-def sweep(job: Job, model: CostModel, *, keep: int = 10) -> Sweep:
+def sweep(job: Job, model: CostModel) -> tuple[list[Candidate], int]:
     """Simulate every layout with the model, batch size and number of ranks of the job.
 
     Tensor and context sizes are powers of two within a node. Pipelines are 1F1B, without interleaving or with one or
-    two layers per chunk. The micro-batch size is that of the job. Returns the `keep` fastest layouts.
+    two layers per chunk. The micro-batch size is that of the job. Returns the layouts that fit in memory, fastest
+    first, and the number of all.
     """
     capacity = model.profile.device.memory_gib.value
     tried = [(layout, memory_of(layout)) for layout in layouts(job, model.profile.devices_per_node)]
     found = [Candidate(one, simulate_step(one, model), memory) for one, memory in tried if memory.total <= capacity]
-    found.sort(key=lambda candidate: candidate.time.step_us)
-    return Sweep(found[:keep], len(tried), len(tried) - len(found))
+    return sorted(found, key=lambda candidate: candidate.time.step_us), len(tried)
 
 
 def layouts(job: Job, per_node: int) -> Iterator[Job]:

@@ -194,15 +194,14 @@ def test_layouts_use_all_ranks_and_differ() -> None:
 
 def test_sweep_is_sorted_and_fits_in_memory() -> None:
     whole = job(data=8, hidden_size=2048)
-    roomy = sweep(whole, machine(), keep=100)
-    times = [one.time.step_us for one in roomy.best]
+    roomy, tried = sweep(whole, machine())
+    times = [one.time.step_us for one in roomy]
     assert times == sorted(times)
-    assert roomy.too_large == 0
-    assert len(times) == roomy.tried
-    limit = sorted(one.memory.total for one in roomy.best)[len(times) // 2]
-    tight = sweep(whole, machine(memory_gib=limit), keep=100)
-    assert 0 < tight.too_large < tight.tried
-    assert all(one.memory.total <= limit for one in tight.best)
+    assert len(times) == tried
+    limit = sorted(one.memory.total for one in roomy)[len(times) // 2]
+    tight, tried = sweep(whole, machine(memory_gib=limit))
+    assert 0 < len(tight) < tried
+    assert all(one.memory.total <= limit for one in tight)
 
 
 @pytest.mark.parametrize(
