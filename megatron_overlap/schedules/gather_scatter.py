@@ -87,12 +87,11 @@ def all_gather_plan(
     exchanges = _exchanges(num_ranks, rank, slices_per_gemm)
     for exchange in exchanges:
         for to, owner in exchange:
-            first = len(messages)
             for part in range(chunks_per_rank):
-                chunk = Chunk(owner, part)
-                received[chunk] = len(messages)
+                chunk, number = Chunk(owner, part), len(messages)
+                received[chunk] = number
                 if pattern == "ring":
-                    after = first - chunks_per_rank + part if first else None
+                    after = number - chunks_per_rank if number >= chunks_per_rank else None
                     sent = Chunk((owner + 1) % num_ranks, part)
                     messages.append(Message(sent, following, chunk, preceding, after_message=after))
                 else:
@@ -245,7 +244,6 @@ def all_reduce_plan(
     parts = range(chunks_per_rank)
     made: dict[Chunk, int] = {}
     partial_sums: dict[int, list[int]] = {part: [] for part in parts}
-    added: set[int] = set()
 
     def compute(runs: list[Run]) -> None:
         for run in runs:
@@ -253,9 +251,8 @@ def all_reduce_plan(
             made.update(dict.fromkeys(run, len(work)))
 
     def add(part: int) -> None:
-        if num_ranks > 1 and part not in added:
-            work.append(Work((), adds=tuple(partial_sums[part])))
-            added.add(part)
+        if sums := partial_sums.pop(part, ()):
+            work.append(Work((), adds=tuple(sums)))
 
     def send_sums(part: int, to_and_from: list[tuple[int, int]]) -> None:
         for to, source in to_and_from:

@@ -57,13 +57,10 @@ class MessagePlan:
 
         All ranks have the same number of rounds: messages of a later plan have the same numbers on both ranks.
         """
-        found = defaultdict[int, list[int | None]](lambda: [None, None])
-        for index, message in enumerate(self.messages):
-            for end, slot in ((message.source, 0), (message.to, 1)):
-                if end == rank:
-                    found[message.round][slot] = index
+        sent = {message.round: index for index, message in enumerate(self.messages) if message.source == rank}
+        received = {message.round: index for index, message in enumerate(self.messages) if message.to == rank}
         num_rounds = 1 + max((message.round for message in self.messages), default=-1)
-        return [(found[number][0], found[number][1]) for number in range(num_rounds)]
+        return [(sent.get(number), received.get(number)) for number in range(num_rounds)]
 
 
 @dataclass(frozen=True, slots=True)

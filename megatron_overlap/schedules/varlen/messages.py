@@ -222,9 +222,7 @@ def rebalance_messages(rebalance: Rebalance) -> MessagePlan:
 
 def _parts(payload: Payload, ranks: Sequence[int], scheduler: MessageScheduler) -> list[tuple[int, int]]:
     """The rows of a payload, cut into as many parts as its route with the most NICs and pieces needs."""
-    total, most = payload.rows[0], 1
-    stops = [ranks[payload.owner], *(ranks[position] for position in payload.receivers)]
-    for source, to, rows in zip(stops, stops[1:], payload.rows, strict=False):
-        route = scheduler.route(source, to, rows)
-        most = max(most, len(route.paths) * route.pieces)
+    total, stops = payload.rows[0], [ranks[position] for position in (payload.owner, *payload.receivers)]
+    routes = map(scheduler.route, stops, stops[1:], payload.rows)
+    most = max(len(route.paths) * route.pieces for route in routes)
     return [part for part in pairwise(total * part // most for part in range(most + 1)) if part[0] < part[1]]

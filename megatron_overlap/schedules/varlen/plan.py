@@ -167,11 +167,9 @@ class Balance:
 def loads(plan: Plan, index: int) -> list[Load]:
     """The load of every rank in pass `index`. Each ring member receives all chunks that it does not hold."""
     cost, topology, lengths = plan.cost, plan.topology, plan.lengths
-    attention, message = [0] * topology.ranks, [0] * topology.ranks
-    part = plan.passes[index]
+    part, message = plan.passes[index], [0] * topology.ranks
     whole = {length: cost.attention_fs(length * (length + 1) // 2, length) for length in set(lengths)}
-    for rank, documents in enumerate(part.local):
-        attention[rank] = sum(whole[lengths[document]] for document in documents)
+    attention = [sum(whole[lengths[document]] for document in documents) for documents in part.local]
     for ring in part.rings:
         hops, inter = len(ring.ranks) - 1, ring.zone == "inter"
         for position, rank in enumerate(ring.ranks):

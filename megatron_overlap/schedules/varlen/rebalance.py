@@ -142,16 +142,15 @@ def slice_pieces(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Pie
 def _match(ranks: Sequence[int], surplus: list[int], need: list[int]) -> list[tuple[int, int, int]]:
     """Moves (source, to, rows) between these ranks until no surplus or no need is left; subtracts them from both."""
     pairs = []
-    takers = iter([rank for rank in ranks if need[rank]])
-    taker = next(takers, None)
+    takers = [rank for rank in reversed(ranks) if need[rank]]
     for source in ranks:
-        while surplus[source] and taker is not None:
-            rows = min(surplus[source], need[taker])
-            pairs.append((source, taker, rows))
+        while surplus[source] and takers:
+            rows = min(surplus[source], need[takers[-1]])
+            pairs.append((source, takers[-1], rows))
             surplus[source] -= rows
-            need[taker] -= rows
-            if not need[taker]:
-                taker = next(takers, None)
+            need[takers[-1]] -= rows
+            if not need[takers[-1]]:
+                takers.pop()
     return pairs
 
 
