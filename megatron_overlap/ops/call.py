@@ -85,8 +85,7 @@ def repeated[Derived](
     found = derived.get(name or ids)
     if found is None or tuple(map(id, found[0])) != ids:
         found = derived[name or ids] = of, build()  # `of` must live as long as its identity is compared
-    derived_before: Derived = found[1]
-    return derived_before
+    return found[1]
 
 
 def check_operands(

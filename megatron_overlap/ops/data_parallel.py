@@ -213,13 +213,10 @@ class Reduction:
         """Returns when the sum is complete and the caller may write to the bucket."""
         with self._owner.beside():
             self._owner.settle(self)
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._gathering is None:
-            self._p2p_work.wait_all()
-        else:
-            self._gathering.wait()
+            if self._gathering is None:
+                self._p2p_work.wait_all()
+            else:
+                self._gathering.wait()
 
 
 class Gathering:

@@ -25,10 +25,7 @@ class LinearMap(torch.autograd.Function):
 
 def gather(own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
     """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
-    rows: torch.Tensor = LinearMap.apply(
-        own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout)
-    )
-    return rows
+    return LinearMap.apply(own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout))
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

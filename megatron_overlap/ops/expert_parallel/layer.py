@@ -108,8 +108,7 @@ def expert_parallel(
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
-    y: torch.Tensor = _Finish.apply(begun, call)
-    return y
+    return _Finish.apply(begun, call)
 
 
 def _saved_tensors_have_hooks() -> bool:

@@ -144,8 +144,8 @@ class HeadAllToAll:
         rank, take = plan.rank, transport.buffer_pool.take
         self._own_rows = sequence.rows_of(rank)
         # The runs of this rank as rows of its own tensors and of the whole sequence.
-        self._local = [slice(*run) for run in sequence.local_runs(rank)]
-        self._whole = [slice(*run) for run in sequence.runs[rank]]
+        runs = zip(sequence.local_runs(rank), sequence.runs[rank], strict=True)
+        self._runs = [(slice(*local), slice(*whole)) for local, whole in runs]
         shapes, symmetric = _shapes(sequence, like.shape[1], inputs, outputs), transport.prepares
         num_gathered, num_received = shapes.size(shapes.gathered[rank]), shapes.size(shapes.received[rank])
         if symmetric:
@@ -237,15 +237,15 @@ class HeadAllToAll:
             buffers[self._plan.rank] = self._take_own(self._arrives[group].shape[2])
         produce(group, peers, [buffers[peer] for peer in peers])
         if is_own:
-            for local, whole in zip(self._local, self._whole, strict=True):
+            for local, whole in self._runs:
                 self._arrives[group][whole].copy_(buffers[self._plan.rank][local])
 
     def _own_result(self, group: int) -> torch.Tensor:
         result = self._result[group]
-        if len(self._whole) == 1:
-            return result[self._whole[0]]
+        if len(self._runs) == 1:
+            return result[self._runs[0][1]]
         own = self._take_own(result.shape[2])
-        for local, whole in zip(self._local, self._whole, strict=True):
+        for local, whole in self._runs:
             own[local].copy_(result[whole])
         return own
 

@@ -114,8 +114,7 @@ def ulysses_attention(
     num_heads = q.shape[2], k.shape[2]
     heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
     attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, softmax_scale, kernel)
-    out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
-    return out
+    return _Ulysses.apply(q, k, v, call, attention)
 
 
 class UlyssesCall(NamedTuple):

@@ -86,8 +86,7 @@ def ulysses_self_attention(
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
     attention = HeadAttention(heads, options.transport.rank, size, causal, softmax_scale, kernel)
     call = _Call(options, attention, qkv, out, rotate)
-    y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
-    return y
+    return _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
 
 
 class _Call(NamedTuple):

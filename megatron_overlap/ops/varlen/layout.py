@@ -141,12 +141,8 @@ class RowMessages:
         Raises:
             TransportError: copies have too few flags for the messages between two ranks.
         """
-
-        def build() -> _Transfers:
-            return _Transfers(transport, plans, sent.places, received, after_work, name)
-
-        prepares = transport.prepares
-        transfers = repeated(transport, (of, received.tensor), build, name) if prepares else build()
+        build = partial(_Transfers, transport, plans, sent.places, received, after_work, name)
+        transfers = repeated(transport, (of, received.tensor), build, name) if transport.prepares else build()
         self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
         self.rounds = [number for _, number in transfers.numbers]
         self._p2p_work: P2PWork = transport.begin(Exchange(transfers, sent.tensor), name)
