@@ -27,7 +27,7 @@ Consume = Callable[[int, int, torch.Tensor], None]
 """`consume(group, peer, rows)`: reads the own rows of the result for the heads of `peer`, `[own rows, B, width]`."""
 
 
-class _Shapes:
+class Shapes:
     """The tensors of every rank in the buffers of a pass, in this order, `[rows, B, width]` each.
 
     Attributes:
@@ -66,29 +66,19 @@ class _Shapes:
 
 
 # Cached, because every layer makes the same call.
-_shapes = lru_cache(maxsize=256)(_Shapes)
+shapes_of = lru_cache(maxsize=256)(Shapes)
 
 
 class _Pieces:
     """The tensors of a pass in buffers, and its messages. Each call with the same buffers has the same ones.
 
     Attributes:
-        sent, gathered, result, received: see `_Shapes`.
+        sent, gathered, result, received: see `Shapes`; the buffers have this order.
         transfers: the messages.
     """
 
-    def __init__(
-        self,
-        plan: AllToAllPlan,
-        shapes: _Shapes,
-        sent: torch.Tensor,
-        gathered: torch.Tensor,
-        result: torch.Tensor,
-        received: torch.Tensor,
-        *,
-        symmetric: bool,
-    ) -> None:
-        rank, sequence = plan.rank, shapes.sequence
+    def __init__(self, plan: AllToAllPlan, shapes: Shapes, *buffers: torch.Tensor, symmetric: bool) -> None:
+        rank, sequence, (sent, gathered, result, received) = plan.rank, shapes.sequence, buffers
         self.sent, self.result = shapes.tensors(sent, shapes.sent[rank]), shapes.tensors(result, shapes.result[rank])
         self.gathered = shapes.tensors(gathered, shapes.gathered[rank])
         self.received = shapes.tensors(received, shapes.received[rank])
@@ -119,9 +109,8 @@ class _Pieces:
 class HeadAllToAll:
     """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
-    A received piece is written at its position in the whole sequence, without a permutation or padding. `inputs` and
-    `outputs` are the features of the inputs and results of `attend`. With `retain_gathered` the gathered rows outlive
-    the pass, so they are not in a buffer of the transport.
+    A received piece is written at its position in the whole sequence, without a permutation or padding. With
+    `retain` the gathered rows outlive the pass, so they are not in a buffer of the transport.
 
     Attributes:
         gathered: all rows of the own heads, `[S, B, width]` by group.
@@ -129,29 +118,20 @@ class HeadAllToAll:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        plan: AllToAllPlan,
-        sequence: SequenceLayout,
-        inputs: Widths,
-        outputs: Widths,
-        like: torch.Tensor,
-        op: str,
-        *,
-        retain_gathered: bool,
+        self, transport: Transport, plan: AllToAllPlan, shapes: Shapes, like: torch.Tensor, op: str, *, retain: bool
     ) -> None:
         self._plan, self._buffer_pool, self._like = plan, transport.buffer_pool, like
-        rank, take = plan.rank, transport.buffer_pool.take
+        rank, sequence, take = plan.rank, shapes.sequence, transport.buffer_pool.take
         self._own_rows = sequence.rows_of(rank)
         # The runs of this rank as rows of its own tensors and of the whole sequence.
         runs = zip(sequence.local_runs(rank), sequence.runs[rank], strict=True)
         self._runs = [(slice(*local), slice(*whole)) for local, whole in runs]
-        shapes, symmetric = _shapes(sequence, like.shape[1], inputs, outputs), transport.prepares
         num_gathered, num_received = shapes.size(shapes.gathered[rank]), shapes.size(shapes.received[rank])
+        symmetric = transport.prepares
         if symmetric:
             # Buffers of the same size on all ranks.
             num_gathered, num_received = shapes.most_gathered, shapes.most_received
-        if retain_gathered and not symmetric:
+        if retain and not symmetric:
             gathered = like.new_empty(num_gathered)
         else:
             gathered = take("ulysses_gathered", (num_gathered,), like, symmetric=True)
@@ -168,7 +148,7 @@ class HeadAllToAll:
         self._send_buffers, self._result, self._recv_buffers = pieces.sent, pieces.result, pieces.received
         self.num_bytes = pieces.num_bytes
         self._arrives = self.gathered = pieces.gathered
-        if symmetric and retain_gathered:
+        if symmetric and retain:
             # Later messages overwrite the buffer.
             retained = like.new_empty(shapes.size(shapes.gathered[rank]))
             self.gathered = shapes.tensors(retained, shapes.gathered[rank])

@@ -23,7 +23,7 @@ from megatron_overlap.ops.flash_attention import (
     sequence_backward,
     sequence_forward,
 )
-from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
+from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths, shapes_of
 from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
@@ -154,7 +154,8 @@ class UlyssesCall(NamedTuple):
         schedule = _schedule(size, rank, num_groups=groups, num_runs=self.layout.num_runs, pattern=self.plan.pattern)
         inputs, results, gradients = widths(attention.heads, attention.size)
         both = (results, gradients) if backward else (inputs, results)
-        return HeadAllToAll(self.transport, schedule, self.layout, *both, like, op, retain_gathered=not backward)
+        shapes = shapes_of(self.layout, like.shape[1], *both)
+        return HeadAllToAll(self.transport, schedule, shapes, like, op, retain=not backward)
 
 
 class _Ulysses(torch.autograd.Function):
