@@ -250,11 +250,9 @@ def all_reduce_plan(
             work.append(Work(run))
             made.update(dict.fromkeys(run, len(work)))
 
-    def add(part: int) -> None:
-        if sums := partial_sums.pop(part, ()):
-            work.append(Work((), adds=tuple(sums)))
-
     def send_sums(part: int, to_and_from: list[tuple[int, int]]) -> None:
+        if terms := partial_sums.pop(part, ()):
+            work.append(Work((), adds=tuple(terms)))
         for to, source in to_and_from:
             messages.append(Message(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
 
@@ -275,11 +273,9 @@ def all_reduce_plan(
                 partial_sums[part].append(len(messages))
                 messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
             if late and part > 0:
-                add(part - 1)
                 send_sums(part - 1, peers_of_step)
         compute(own)
     for part in parts[-1:] if late else parts:
-        add(part)
         send_sums(part, peers)
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
@@ -366,16 +362,10 @@ class Nodes:
 def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
     plan = build(nodes.num_nodes, nodes.node(rank))
     rail = range(rank % nodes.per_node, nodes.num_ranks, nodes.per_node)
-    messages = [
-        replace(
-            message,
-            send=Chunk(rail[message.send.owner], 0),
-            to=rail[message.to],
-            recv=Chunk(rail[message.recv.owner], 0),
-            source=rail[message.source],
-            # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
-            not_before=message.after_work or message.not_before,
-        )
-        for message in plan.messages
-    ]
+    messages = []
+    for m in plan.messages:
+        send, recv = Chunk(rail[m.send.owner], 0), Chunk(rail[m.recv.owner], 0)
+        # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
+        place = m.after_work or m.not_before
+        messages.append(replace(m, send=send, to=rail[m.to], recv=recv, source=rail[m.source], not_before=place))
     return replace(plan, messages=tuple(messages))

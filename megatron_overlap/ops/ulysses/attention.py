@@ -228,7 +228,7 @@ class HeadAttention:
 
     def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
         """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
-        sizes = [_length(queries), _length(keys), _length(keys)]
+        sizes = [len(range(*queries)), len(range(*keys)), len(range(*keys))]
         return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
 
     def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
@@ -287,16 +287,10 @@ def widths(heads: HeadLayout, size: int) -> tuple[Widths, Widths, Widths]:
     ranks, groups = range(heads.num_ranks), range(heads.num_groups)
 
     def features(keys: Callable[[int, int], Run] | None) -> Widths:
-        return tuple(
-            tuple(
-                (_length(heads.queries(rank, group)) + (0 if keys is None else 2 * _length(keys(rank, group)))) * size
-                for group in groups
-            )
-            for rank in ranks
-        )
+        def width(rank: int, group: int) -> int:
+            num_keys = 0 if keys is None else len(range(*keys(rank, group)))
+            return (len(range(*heads.queries(rank, group))) + 2 * num_keys) * size
+
+        return tuple(tuple(width(rank, group) for group in groups) for rank in ranks)
 
     return features(heads.first_keys), features(None), features(heads.last_keys)
-
-
-def _length(run: Run) -> int:
-    return max(0, run[1] - run[0])

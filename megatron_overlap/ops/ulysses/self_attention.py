@@ -6,8 +6,7 @@ groups hide them. Forward and backward run for each group: project, send, attend
 Source: DeepSpeed-Ulysses (arXiv 2309.14509); the overlap with the projections is that of this project.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ Rotate = Callable[[torch.Tensor], torch.Tensor]
 """Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. It must be linear, the
 same for every head, and without parameters."""
 
-# The weight gradient of the output projection is computed in this many blocks of rows, while messages arrive.
+# The weight gradient of the output projection is computed in at most this many blocks of rows, while messages arrive.
 _FILLERS = 4
 
 
@@ -213,15 +212,9 @@ class _Layer(torch.autograd.Function):
                 if wgrad is not None:
                     wgrad.add_features(projected, flat, slice(start, stop))
 
-        def fillers() -> Iterator[Callable[[], None]]:
-            if out_wgrad is None:
-                return
-            step = -(-w_out.shape[0] // _FILLERS)
-            for start in range(0, w_out.shape[0], step):
-                yield partial(out_wgrad.add_features, dy, context, slice(start, start + step))
-
+        fillers = () if out_wgrad is None else out_wgrad.pieces(dy, context, _FILLERS)
         all_to_all = options.begin(attention, x, "ulysses_self_attention dgrad", backward=True)
-        all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
+        all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers)
         options.observer("dgrad", all_to_all.num_bytes)
         if need_qkv or need_out:
             options.observer("wgrad", 0)
