@@ -240,7 +240,6 @@ def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int
 
 
 def shared_layout(block: tuple[int, int], dtype: str) -> Any:
-    """Return the shared memory layout of a tile."""
     from megatron_overlap.kernels.gluon_version import gl
 
     return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])

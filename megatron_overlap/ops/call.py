@@ -60,7 +60,6 @@ class SavedInput:
         self._on_release: Callable[[], None] | None = on_release
 
     def release(self) -> None:
-        """Reports that the saved input is no longer needed."""
         if self._on_release is not None:
             on_release, self._on_release = self._on_release, None
             on_release()

@@ -262,7 +262,6 @@ class KeyGradients:
                 total[place].copy_(term)
 
     def result(self) -> list[torch.Tensor]:
-        """Gradients of keys and values."""
         return [total.to(self._dtype) for total in self._totals]
 
 

@@ -72,7 +72,6 @@ class ExpertMessage:
 
     @property
     def num_received(self) -> int:
-        """Rows of the received chunk."""
         return _rows(self.received)
 
 

@@ -36,10 +36,7 @@ def check_rank(num_ranks: int, rank: int) -> None:
         raise ValueError(f"rank: {rank}: must be 0 to {num_ranks - 1}")
 
 
-def _validate(
-    num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int = 1
-) -> None:
-    """Check the arguments that all builders share."""
+def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int) -> None:
     check_rank(num_ranks, rank)
     check_positive(chunks_per_rank=chunks_per_rank, slices_per_gemm=slices_per_gemm)
     if slices_per_gemm > 1 and (chunks_per_rank > 1 or pattern != "direct"):
@@ -329,11 +326,9 @@ class Nodes:
         return self.num_nodes * self.per_node
 
     def node(self, rank: int) -> int:
-        """Return the host of `rank`."""
         return rank // self.per_node
 
     def members(self, node: int) -> range:
-        """Return the ranks on host `node`."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     def rows(self, num_rows: int, node: int) -> tuple[int, int]:

@@ -64,16 +64,13 @@ class SequenceLayout:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs of each rank."""
         return len(self.runs[0])
 
     @property
     def num_rows(self) -> int:
-        """Length of the whole sequence."""
         return max(stop for own in self.runs for _, stop in own)
 
     def rows_of(self, rank: int) -> int:
-        """Number of rows that `rank` holds."""
         return sum(stop - start for start, stop in self.runs[rank])
 
     def local_runs(self, rank: int) -> tuple[Run, ...]:
@@ -128,7 +125,6 @@ class HeadLayout:
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -142,7 +138,6 @@ class HeadLayout:
         return self.num_kv_heads % self.num_ranks != 0
 
     def queries(self, rank: int, group: int) -> Run:
-        """Query heads of `rank` in `group`."""
         per_rank = self.num_heads // self.num_ranks
         if self.aligned:
             size = per_rank // self.num_groups

@@ -166,7 +166,6 @@ class HeadAllToAll:
         """Executes the tasks of the plan.
 
         Args:
-            produce, attend, consume: see `Produce`, `Attend`, `Consume`.
             flush: processes the rows that were consumed since the last call. It is called before a wait and at the end.
             fillers: further computation without a fixed order. It runs while a message is not complete; the rest runs
                 at the end.

@@ -149,7 +149,6 @@ class UlyssesCall(NamedTuple):
         return self.layout.num_rows * x.shape[1] * size * x.element_size() // self.layout.num_ranks
 
     def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
-        """Starts the messages of forward, or of backward, of `attention`."""
         size, rank, groups = self.transport.size, self.transport.rank, attention.heads.num_groups
         schedule = _schedule(size, rank, num_groups=groups, num_runs=self.layout.num_runs, pattern=self.plan.pattern)
         inputs, results, gradients = widths(attention.heads, attention.size)

@@ -235,7 +235,6 @@ class RingGroupRun:
                     self.attention.pack(runs, rows.sent[self.number, index, 0][place])
 
     def enqueue(self, queues: TaskQueues) -> None:
-        """Enqueues the tasks of this ring group."""
         if self._position < 0:
             return
         zone, number, cost, topology = self.zone, self.number, self._options.plan.cost, self._options.plan.topology

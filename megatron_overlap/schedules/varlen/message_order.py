@@ -132,7 +132,6 @@ class MessageScheduler:
         """Adds one message for each hop of a path of ranks; returns the index of the last one.
 
         Args:
-            payload, step, to_owner: see `Message`.
             rows: first row, and the row after the last.
             after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.
             needs: messages that `path[0]` receives before it computes the rows; used if `after` is None.

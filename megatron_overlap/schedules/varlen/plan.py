@@ -45,7 +45,6 @@ class Ring:
         return self.bounds[-1]
 
     def chunk_length(self, chunk: int) -> int:
-        """Tokens of a chunk."""
         return self.bounds[chunk + 1] - self.bounds[chunk]
 
     def chunks(self, position: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -54,7 +53,6 @@ class Ring:
         return (self.bounds[position], self.bounds[position + 1]), (self.bounds[late], self.bounds[late + 1])
 
     def tokens(self, position: int) -> int:
-        """Tokens of the member at `position`."""
         return sum(stop - start for start, stop in self.chunks(position))
 
     def pairs(self, position: int) -> int:
