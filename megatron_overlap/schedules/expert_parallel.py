@@ -116,14 +116,11 @@ class ExpertPlan:
     @property
     def transfers(self) -> tuple[Message, ...]:
         """The messages of the transports: all of dispatch, then all of combine, which leave in the same order."""
-        count = len(self.messages)
-        dispatch = [
-            Message(Chunk(self.rank, index), message.to, Chunk(message.source, index), message.source)
-            for index, message in enumerate(self.messages)
-        ]
+        rank, count, messages = self.rank, len(self.messages), self.messages
+        dispatch = [Message(Chunk(rank, k), m.to, Chunk(m.source, k), m.source) for k, m in enumerate(messages)]
         combine = [
-            Message(Chunk(self.rank, count + index), each.source, Chunk(each.to, count + index), each.to, index + 1)
-            for index, each in enumerate(self.messages)
+            Message(Chunk(rank, k), m.source, Chunk(m.to, k), m.to, k - count + 1)
+            for k, m in enumerate(messages, count)
         ]
         return (*dispatch, *combine)
 

@@ -14,12 +14,10 @@ Each row is sent once to every other host, and all ranks use their inter-node li
 gathers or sums the rows of the rails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
 
@@ -306,7 +304,7 @@ class Nodes:
         check_positive(num_nodes=self.num_nodes, per_node=self.per_node)
 
     @classmethod
-    def of(cls, hosts: Sequence[str]) -> Nodes:
+    def of(cls, hosts: Sequence[str]) -> Self:
         """Return the placement for the host name of each rank, in rank order.
 
         Raises:

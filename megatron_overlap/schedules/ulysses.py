@@ -10,12 +10,10 @@ The link starts when the first piece is produced and ends with the results of th
 sent first, so the link never waits for an attention while another piece is ready. Only `attend g` needs `in g`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise, product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from megatron_overlap.schedules.gather_scatter import check_rank
 from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
@@ -48,12 +46,12 @@ class SequenceLayout:
             position = stop
 
     @classmethod
-    def contiguous(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
+    def contiguous(cls, num_rows: int, num_ranks: int) -> Self:
         """One run per rank, in rank order. The first ranks hold one row more if the division has a remainder."""
         return cls(tuple((_cut(num_rows, num_ranks, rank),) for rank in range(num_ranks)))
 
     @classmethod
-    def zigzag(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
+    def zigzag(cls, num_rows: int, num_ranks: int) -> Self:
         """Rank i holds pieces i and 2N-1-i of 2N, as Megatron's context parallelism splits a sequence."""
         pieces = [_cut(num_rows, 2 * num_ranks, index) for index in range(2 * num_ranks)]
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(num_ranks)))

@@ -4,12 +4,10 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509). Here the all-to-alls are cut by he
 of other groups; see `schedules.ulysses`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -117,6 +115,78 @@ def ulysses_attention(
     return _Ulysses.apply(q, k, v, call, attention)
 
 
+class HeadAttention:
+    """Attention of the heads of one rank. It saves the tensors that backward needs.
+
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
+    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
+    """
+
+    def __init__(
+        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
+    ) -> None:
+        self.heads, self.size = heads, size
+        self._rank, self._causal, self._kernel = rank, causal, kernel
+        self._scale = size**-0.5 if scale is None else scale
+        self._gathered: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
+        self._partial_sums: dict[int, list[torch.Tensor]] = {}
+
+    def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
+        """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
+        sizes = [len(range(*queries)), len(range(*keys)), len(range(*keys))]
+        return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
+
+    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of forward."""
+        heads, rank = self.heads, self._rank
+        self._gathered[group] = gathered
+        first, last = heads.queries(rank, group)
+        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
+        out = result.view(*result.shape[:2], last - first, self.size)
+        self._saved[group] = []
+        for call in heads.calls(rank, group):
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            source = call.source_group
+            source_keys = heads.first_keys(rank, source)
+            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
+            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
+            inputs = query[:, :, query_heads], keys[:, :, key_heads], values[:, :, key_heads]
+            attended, saved = sequence_forward(*inputs, causal=self._causal, scale=self._scale, kernel=self._kernel)
+            out[:, :, query_heads].copy_(attended)
+            self._saved[group].append((call, saved))
+
+    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
+        heads, rank = self.heads, self._rank
+        first, last = heads.queries(rank, group)
+        complete = heads.last_keys(rank, group)
+        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
+        dq, dk, dv = self.split(result, (first, last), complete)
+        for call, saved in self._saved[group]:
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            query_grad, *key_grads = sequence_backward(
+                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
+            )
+            dq[:, :, query_heads].copy_(query_grad)
+            start, stop = call.keys
+            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
+                key_heads = slice(start - complete[0], stop - complete[0])
+                dk[:, :, key_heads].copy_(key_grads[0])
+                dv[:, :, key_heads].copy_(key_grads[1])
+                continue
+            for head in range(start, stop):
+                # Several groups use the head. The sum of its gradients is rounded once.
+                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
+                sums = [term.float() if term.element_size() < 4 else term for term in terms]
+                if head in self._partial_sums:
+                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
+                self._partial_sums[head] = sums
+                if head in range(*complete):
+                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
+                        gradient[:, :, head - complete[0]].copy_(total)
+
+
 class UlyssesCall(NamedTuple):
     """The options of one call: everything but tensors that autograd differentiates."""
 
@@ -133,7 +203,7 @@ class UlyssesCall(NamedTuple):
         x: torch.Tensor,
         plan: UlyssesPlan | None,
         observer: Observer | None,
-    ) -> UlyssesCall:
+    ) -> Self:
         """Fills in the defaults, and refuses a layout that does not fit the group or `x`, the own rows."""
         transport = transport_for(group)
         layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
@@ -206,78 +276,6 @@ class _Ulysses(torch.autograd.Function):
         all_to_all.run(produce, attention.backward, consume)
         call.observer("dgrad", all_to_all.num_bytes)
         return dq, *keys.result(), None, None
-
-
-class HeadAttention:
-    """Attention of the heads of one rank. It saves the tensors that backward needs.
-
-    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
-    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
-    """
-
-    def __init__(
-        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
-    ) -> None:
-        self.heads, self.size = heads, size
-        self._rank, self._causal, self._kernel = rank, causal, kernel
-        self._scale = size**-0.5 if scale is None else scale
-        self._gathered: dict[int, torch.Tensor] = {}
-        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
-        self._partial_sums: dict[int, list[torch.Tensor]] = {}
-
-    def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
-        """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
-        sizes = [len(range(*queries)), len(range(*keys)), len(range(*keys))]
-        return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
-
-    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
-        """`all_to_all.Attend` of forward."""
-        heads, rank = self.heads, self._rank
-        self._gathered[group] = gathered
-        first, last = heads.queries(rank, group)
-        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
-        out = result.view(*result.shape[:2], last - first, self.size)
-        self._saved[group] = []
-        for call in heads.calls(rank, group):
-            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
-            source = call.source_group
-            source_keys = heads.first_keys(rank, source)
-            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
-            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
-            inputs = query[:, :, query_heads], keys[:, :, key_heads], values[:, :, key_heads]
-            attended, saved = sequence_forward(*inputs, causal=self._causal, scale=self._scale, kernel=self._kernel)
-            out[:, :, query_heads].copy_(attended)
-            self._saved[group].append((call, saved))
-
-    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
-        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
-        heads, rank = self.heads, self._rank
-        first, last = heads.queries(rank, group)
-        complete = heads.last_keys(rank, group)
-        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
-        dq, dk, dv = self.split(result, (first, last), complete)
-        for call, saved in self._saved[group]:
-            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
-            query_grad, *key_grads = sequence_backward(
-                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
-            )
-            dq[:, :, query_heads].copy_(query_grad)
-            start, stop = call.keys
-            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
-                key_heads = slice(start - complete[0], stop - complete[0])
-                dk[:, :, key_heads].copy_(key_grads[0])
-                dv[:, :, key_heads].copy_(key_grads[1])
-                continue
-            for head in range(start, stop):
-                # Several groups use the head. The sum of its gradients is rounded once.
-                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
-                sums = [term.float() if term.element_size() < 4 else term for term in terms]
-                if head in self._partial_sums:
-                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
-                self._partial_sums[head] = sums
-                if head in range(*complete):
-                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
-                        gradient[:, :, head - complete[0]].copy_(total)
 
 
 @lru_cache(maxsize=256)

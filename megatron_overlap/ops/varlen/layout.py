@@ -1,12 +1,11 @@
 """Rows of one rank: in its packed micro-batch, in payload buffers, and in the transfers of its messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Self
 
 import torch
 
@@ -39,7 +38,7 @@ class OwnRows:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, index: int, rank: int) -> OwnRows:
+    def of(cls, plan: Plan, index: int, rank: int) -> Self:
         """The rows of `rank` in pass `index`."""
         starts, row, part = {}, 0, plan.passes[index]
         for ring in part.rings:

@@ -1,11 +1,9 @@
 """Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -34,7 +32,7 @@ class Shape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shape:
+    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Self:
         """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
