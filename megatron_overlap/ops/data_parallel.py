@@ -243,6 +243,5 @@ class Gathering:
 
     def wait(self) -> None:
         """Returns when all shards are complete and the caller may write to the own one."""
-        for index in range(len(self._messages)):
-            self._p2p_work.wait(index)
+        self._p2p_work.wait(*range(len(self._messages)))
         self._p2p_work.wait_all()

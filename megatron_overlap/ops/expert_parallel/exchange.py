@@ -59,8 +59,7 @@ class ExpertPass:
         self.send_bytes = sum(each.send_bytes for each in transfers)
         self._p2p_work = transport.begin(transfers, op)
         if serial:
-            for index in range(len(plan.messages)):
-                self._p2p_work.wait(index)
+            self._p2p_work.wait(*range(len(plan.messages)))
 
     def _take(self, name: str, like: Rows, num_rows: int, *, symmetric: bool = False) -> Rows:
         """Tensors of `num_rows` rows each, as those of `like`, in one buffer: a message needs one flag."""
