@@ -44,9 +44,7 @@ def hopper_unsupported_reason(device: torch.device | int | None = None, deadline
     command = [sys.executable, "-m", "megatron_overlap.kernels.hopper_self_test", str(index)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=deadline_s, check=False
-        )
+        child = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=deadline_s)
     except subprocess.TimeoutExpired:
         return f"Hopper kernels: the self-test did not end within {deadline_s:g} s"
     except OSError as error:

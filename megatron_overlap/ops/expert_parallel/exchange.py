@@ -74,11 +74,9 @@ class ExpertPass:
         )
 
     def run(self, compute: Compute, *, fixed_order: bool) -> None:
-        """Computes all rows.
+        """Computes all rows, with `fixed_order` the own pieces where the plan places them.
 
-        Args:
-            fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
-                chunk is not received, which needs a transport that can report it.
+        Otherwise one is computed whenever the next chunk is not received, which needs a transport that can report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
         done = 0

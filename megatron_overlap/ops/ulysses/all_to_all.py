@@ -70,12 +70,7 @@ shapes_of = lru_cache(maxsize=256)(Shapes)
 
 
 class _Pieces:
-    """The tensors of a pass in buffers, and its messages. Each call with the same buffers has the same ones.
-
-    Attributes:
-        sent, gathered, result, received: see `Shapes`; the buffers have this order.
-        transfers: the messages.
-    """
+    """The tensors of a pass in buffers, in the order of `Shapes`, and its messages, the same for the same buffers."""
 
     def __init__(self, plan: AllToAllPlan, shapes: Shapes, *buffers: torch.Tensor, symmetric: bool) -> None:
         rank, sequence, (sent, gathered, result, received) = plan.rank, shapes.sequence, buffers

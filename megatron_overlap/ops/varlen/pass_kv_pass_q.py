@@ -1,7 +1,6 @@
 """Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -15,11 +14,9 @@ from megatron_overlap.ops.flash_attention import (
     partial_backward,
     partial_forward,
 )
-from megatron_overlap.ops.varlen.layout import add, merge, pick
+from megatron_overlap.ops.varlen.layout import Runs, add, merge, pick
 from megatron_overlap.schedules.varlen.messages import Traffic
 from megatron_overlap.schedules.varlen.ring_groups import Passing
-
-Runs = Sequence[slice]
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,7 @@ class Route:
 class MessageScheduler:
     """Collects messages with rows of `row_bytes`, then assigns their rounds.
 
-    Attributes:
-        max_nics: largest number of NICs of a node that a transfer may use; None is all.
+    A transfer uses at most `max_nics` NICs of a node; None is all.
     """
 
     topology: Topology
