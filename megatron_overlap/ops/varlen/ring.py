@@ -195,9 +195,8 @@ class RingRows:
         self.received = Rows(take(f"{name} received", (most, width), like, symmetric=True), places)
         for run in runs:
             run.use(self, results=results)
-        plans = [group.collect if results else group.distribute for group in groups]
-        found = [plan for plan in plans if plan is not None]
-        self.messages = RowMessages(transport, found, self.sent, self.received, self.numbers, places, name)
+        plans = [plan for group in groups if (plan := group.collect if results else group.distribute) is not None]
+        self.messages = RowMessages(transport, plans, self.sent, self.received, self.numbers, places, name)
 
 
 class RingGroupRun:

@@ -90,11 +90,8 @@ def received_rows(
     places, num_rows = dict[tuple[int, int, int], slice](), [0] * num_ranks
     for number, group in enumerate(groups):
         for index, payload in enumerate(group.payloads):
-            found = [(receiver, step, payload.rows[step]) for step, receiver in enumerate(payload.receivers)]
-            if results:
-                later = [(receiver, step - 1, rows) for receiver, step, rows in found[1:]]
-                found = [(payload.owner, -1, payload.rows[0]), *later]
-            for position, step, rows in found:
+            stops = (payload.owner, *payload.receivers[1:]) if results else payload.receivers
+            for step, (position, rows) in enumerate(zip(stops, payload.rows, strict=True), -1 if results else 0):
                 rank = group.ring_group.ranks[position]
                 places[number, index, step] = slice(num_rows[rank], num_rows[rank] + rows)
                 num_rows[rank] += rows
