@@ -5,6 +5,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from math import prod
 
 import torch
 
@@ -37,32 +38,31 @@ class Shapes:
     """
 
     def __init__(self, sequence: SequenceLayout, batch: int, inputs: Widths, outputs: Widths) -> None:
-        self.sequence, self._batch = sequence, batch
+        self.sequence = sequence
         ranks, groups = range(sequence.num_ranks), range(len(inputs[0]))
         keys = [[(group, peer) for group in groups for peer in ranks if peer != rank] for rank in ranks]
         own = [sequence.rows_of(rank) for rank in ranks]
         self.sent, self.received = (
-            [{key: (own[rank], widths[key[1]][key[0]]) for key in keys[rank]} for rank in ranks]
+            [{key: (own[rank], batch, widths[key[1]][key[0]]) for key in keys[rank]} for rank in ranks]
             for widths in (inputs, outputs)
         )
         self.gathered, self.result = (
-            [{group: (sequence.num_rows, widths[rank][group]) for group in groups} for rank in ranks]
+            [{group: (sequence.num_rows, batch, widths[rank][group]) for group in groups} for rank in ranks]
             for widths in (inputs, outputs)
         )
-        self.most_gathered, self.most_received = (max(map(self.size, each)) for each in (self.gathered, self.received))
+        self.most_gathered, self.most_received = (max(map(_size, each)) for each in (self.gathered, self.received))
 
-    def size[Key](self, shapes: dict[Key, tuple[int, int]]) -> int:
-        """Elements of the tensors of a rank."""
-        return self._batch * sum(rows * width for rows, width in shapes.values())
 
-    def tensors[Key](self, buffer: torch.Tensor, shapes: dict[Key, tuple[int, int]]) -> dict[Key, torch.Tensor]:
-        """The tensors of this rank in `buffer`; of another rank: its own ones at the same places."""
-        sizes = [rows * self._batch * width for rows, width in shapes.values()]
-        parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
-        return {
-            key: part.view(rows, self._batch, width)
-            for part, (key, (rows, width)) in zip(parts, shapes.items(), strict=True)
-        }
+def _size[Key](shapes: dict[Key, tuple[int, int, int]]) -> int:
+    """Elements of the tensors of a rank."""
+    return sum(map(prod, shapes.values()))
+
+
+def _tensors[Key](buffer: torch.Tensor, shapes: dict[Key, tuple[int, int, int]]) -> dict[Key, torch.Tensor]:
+    """The tensors of this rank in `buffer`; of another rank: its own ones at the same places."""
+    sizes = [*map(prod, shapes.values())]
+    parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
+    return {key: part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
 
 
 # Cached, because every layer makes the same call.
@@ -70,19 +70,18 @@ shapes_of = lru_cache(maxsize=256)(Shapes)
 
 
 class _Pieces:
-    """The tensors of a pass in buffers, in the order of `Shapes`, and its messages, the same for the same buffers."""
+    """The tensors of a pass in the buffers `sent`, `gathered`, `result` and `received`, and its messages."""
 
     def __init__(self, plan: AllToAllPlan, shapes: Shapes, *buffers: torch.Tensor, symmetric: bool) -> None:
         rank, sequence, (sent, gathered, result, received) = plan.rank, shapes.sequence, buffers
-        self.sent, self.result = shapes.tensors(sent, shapes.sent[rank]), shapes.tensors(result, shapes.result[rank])
-        self.gathered = shapes.tensors(gathered, shapes.gathered[rank])
-        self.received = shapes.tensors(received, shapes.received[rank])
+        self.sent, self.gathered = _tensors(sent, shapes.sent[rank]), _tensors(gathered, shapes.gathered[rank])
+        self.result, self.received = _tensors(result, shapes.result[rank]), _tensors(received, shapes.received[rank])
         local = [[slice(*run) for run in sequence.local_runs(each)] for each in range(plan.num_ranks)]
         whole = [[slice(*run) for run in runs] for runs in sequence.runs]
         # Where the tensors land that this rank sends.
         of_ranks = range(plan.num_ranks) if symmetric else ()
-        gathers = [shapes.tensors(gathered, shapes.gathered[each]) for each in of_ranks]
-        receives = [shapes.tensors(received, shapes.received[each]) for each in of_ranks]
+        gathers = [_tensors(gathered, shapes.gathered[each]) for each in of_ranks]
+        receives = [_tensors(received, shapes.received[each]) for each in of_ranks]
         transfers = []
         for index, message in enumerate(plan.messages):
             send, recv, to, lands = message.send, message.recv, message.to, None
@@ -121,7 +120,7 @@ class HeadAllToAll:
         # The runs of this rank as rows of its own tensors and of the whole sequence.
         runs = zip(sequence.local_runs(rank), sequence.runs[rank], strict=True)
         self._runs = [(slice(*local), slice(*whole)) for local, whole in runs]
-        num_gathered, num_received = shapes.size(shapes.gathered[rank]), shapes.size(shapes.received[rank])
+        num_gathered, num_received = _size(shapes.gathered[rank]), _size(shapes.received[rank])
         symmetric = transport.prepares
         if symmetric:
             # Buffers of the same size on all ranks.
@@ -133,9 +132,9 @@ class HeadAllToAll:
         of = (
             plan,
             shapes,
-            take("ulysses_send", (shapes.size(shapes.sent[rank]),), like),
+            take("ulysses_send", (_size(shapes.sent[rank]),), like),
             gathered,
-            take("ulysses_result", (shapes.size(shapes.result[rank]),), like),
+            take("ulysses_result", (_size(shapes.result[rank]),), like),
             take("ulysses_receive", (num_received,), like, symmetric=True),
         )
         build = partial(_Pieces, *of, symmetric=symmetric)
@@ -145,8 +144,8 @@ class HeadAllToAll:
         self._arrives = self.gathered = pieces.gathered
         if symmetric and retain:
             # Later messages overwrite the buffer.
-            retained = like.new_empty(shapes.size(shapes.gathered[rank]))
-            self.gathered = shapes.tensors(retained, shapes.gathered[rank])
+            retained = like.new_empty(_size(shapes.gathered[rank]))
+            self.gathered = _tensors(retained, shapes.gathered[rank])
         self._p2p_work = transport.begin(Exchange(pieces.transfers), op)
 
     def run(

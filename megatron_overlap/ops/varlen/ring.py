@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -152,8 +152,7 @@ def begin_rings(
     ]
     # One operation for all groups of a zone. With several, a stream could receive results of a later group before it
     # sends those of an earlier one, and ranks would wait for each other.
-    zones: tuple[Zone, ...] = ("inter", "intra")
-    batches = {zone: batch for zone in zones if (batch := [run for run in runs if run.zone == zone])}
+    batches = {zone: list(batch) for zone, batch in groupby(runs, key=lambda run: run.zone)}
     # Post all payloads before the first result: payloads need no computation, so no message blocks them.
     posted = [RingRows(batch, f"{name} {zone}-node payload") for zone, batch in batches.items()]
     if attention.traffic.result_bytes:
