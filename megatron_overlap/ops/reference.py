@@ -75,9 +75,8 @@ def linear_reduce_scatter(
 ) -> torch.Tensor:
     """`reduce_scatter(x @ w_shard.T) + bias`."""
     layout = SequenceLayout.contiguous(x.shape[0], dist.get_world_size(group))
-    partial = x @ w_shard.t()
     y = LinearMap.apply(
-        partial, lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
+        x @ w_shard.t(), lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
     )
     return y if bias is None else y + bias
 

@@ -41,9 +41,8 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     """
     cost = cost or CostModel()
     check_room(lengths, topology, capacity)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    sizes = [(document, lengths[document]) for document in order if lengths[document]]
-    items = [Item(length, length, document, cost.share_fs(length, length)) for document, length in sizes]
+    items = [Item(n, n, document, cost.share_fs(n, n)) for document, n in enumerate(lengths) if n]
+    items.sort(key=lambda item: item.tokens, reverse=True)
     groups = _to_passes(items, topology.ranks * capacity, cost)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())
