@@ -77,22 +77,21 @@ class GradientReduce:
             raise ValueError(f"bucket: shape {tuple(bucket.shape)}: must be one contiguous dimension")
         if self.gather is None and bucket.numel() % size:
             raise ValueError(f"bucket: {bucket.numel()} elements: not divisible by {size} ranks; pad it")
-        if not bucket.is_cuda:
+        if bucket.is_cuda:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(bucket.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                reduction = Reduction(self, bucket, mean)
+                # The work since the buckets before hides their messages. With one hardware queue
+                # (CUDA_DEVICE_MAX_CONNECTIONS=1) a wait at their own begin would delay that work until they arrive.
+                while self._pending:
+                    self._pending.popleft().add(wait=True)
+        else:
             # In the order of the buckets, because every rank must begin the gathers in the same order.
             while self._pending and self._pending[0].add(wait=False):
                 self._pending.popleft()
             reduction = Reduction(self, bucket, mean)
-            self._pending.append(reduction)
-            return reduction
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(bucket.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            reduction = Reduction(self, bucket, mean)
-            # The work since the buckets before hides their messages. With one hardware queue
-            # (CUDA_DEVICE_MAX_CONNECTIONS=1) a wait at their own begin would delay that work until they have arrived.
-            while self._pending:
-                self._pending.popleft().add(wait=True)
         self._pending.append(reduction)
         return reduction
 

@@ -55,10 +55,9 @@ class RingMessages:
     def _steps(self, position: int, plan: MessagePlan, offset: int) -> list[RingStep]:
         """The ring steps at a position, by the rounds that bring rows from the step that is `offset` steps earlier."""
         needs: dict[tuple[int, int], list[int]] = {
-            (index, step): []
+            (index, payload.receivers.index(position)): []
             for index, payload in enumerate(self.payloads)
-            for step, receiver in enumerate(payload.receivers)
-            if receiver == position
+            if position in payload.receivers
         }
         for message in plan.messages:
             key = message.payload, message.step + offset
