@@ -70,18 +70,9 @@ class MLPExperts:
         with torch.enable_grad():
             return Activated(*leaves, self.activation(*leaves))
 
-    def dgrad(
-        self,
-        expert: int,
-        whole: int,
-        activated: Activated,
-        dy: torch.Tensor,
-        dhidden: torch.Tensor,
-        output: torch.Tensor,
-        dx: torch.Tensor,
-        dprobs: torch.Tensor,
-    ) -> None:
-        """Writes `dhidden`, the `output` of the activation, `dx` and `dprobs` of some rows."""
+    def dgrad(self, expert: int, whole: int, activated: Activated, dy: torch.Tensor, *sinks: torch.Tensor) -> None:
+        """Writes to `sinks` of some rows: `dhidden`, the output of the activation, `dx` and `dprobs`."""
+        dhidden, output, dx, dprobs = sinks
         grad = _mm(dy, self.fc2[expert].weight, whole)
         if activated.output is None:
             activated = self._activate(activated.hidden, activated.probs)
