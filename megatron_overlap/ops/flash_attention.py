@@ -93,8 +93,7 @@ def flash_backward(
         return _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
     sequences = None, None, attended.q.shape[2], attended.k.shape[2]
     rows = [*(x.transpose(1, 2) for x in (dout, *attended[:4])), attended.lse.contiguous()]
-    grads = _cuda_backward(rows, sequences, causal, scale, tile_mask)
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in _cuda_backward(rows, sequences, causal, scale, tile_mask))
     return dq, dk, dv
 
 

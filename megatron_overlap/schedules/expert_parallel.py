@@ -217,8 +217,7 @@ def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int
     total = bounds[-1]
     chunks = min(parts, max(1, total // min_rows))
     least = max(min_rows, total // chunks // 2)
-    inner = {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)}
-    edges = sorted({0, total} | inner)
+    edges = sorted({0, total} | {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)})
     return [
         tuple(
             Segment(expert, first + max(begin - start, 0), first + min(end, stop) - start)

@@ -109,8 +109,7 @@ def ulysses_attention(
     if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
         raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
     call = UlyssesCall.of(group, layout, q, plan, observer)
-    num_heads = q.shape[2], k.shape[2]
-    heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
+    heads = call.plan.heads(q.shape[2], k.shape[2], call.transport.size, call.head_bytes(q, q.shape[3]))
     attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, softmax_scale, kernel)
     return _Ulysses.apply(q, k, v, call, attention)
 

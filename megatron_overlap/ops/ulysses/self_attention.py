@@ -84,8 +84,7 @@ def ulysses_self_attention(
     groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
     attention = HeadAttention(heads, options.transport.rank, size, causal, softmax_scale, kernel)
-    call = _Call(options, attention, qkv, out, rotate)
-    return _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
+    return _Layer.apply(x, qkv.weight, qkv_bias, out.weight, _Call(options, attention, qkv, out, rotate))
 
 
 class _Call(NamedTuple):
@@ -114,8 +113,7 @@ class _Call(NamedTuple):
         """Views of projected rows `[rows, B, features]`: `[rows, B, Hkv, n, D]` with n queries, one key, one value."""
         ratio = self.heads.queries_per_key
         keys = rows.shape[2] // ((ratio + 2) * self.attention.size)
-        per_key = rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size)
-        return per_key.split([ratio, 1, 1], dim=3)
+        return rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size).split([ratio, 1, 1], dim=3)
 
     def rotated_back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of `rotate`. It is linear, so its derivative needs no saved input."""

@@ -128,8 +128,7 @@ class ForwardPassQ(ForwardPassKV):
 
     def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
         q = rows.view(-1, *self.q.shape[1:])
-        part = partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask)
-        merge(*self._split(result), runs, *part)
+        merge(*self._split(result), runs, *partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask))
 
     def reset(self, result: torch.Tensor) -> None:
         out, lse = self._split(result)

@@ -254,8 +254,7 @@ class RingGroupRun:
             is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
             results.append(Task(partial(self._send_result, step), *needs(number, step.rounds), is_runnable))
         for index in self.owned:
-            rounds = self.messages.owner_rounds(index)
-            results.append(Task(partial(self._apply_result, index), *needs(number, rounds)))
+            results.append(Task(partial(self._apply_result, index), *needs(number, self.messages.owner_rounds(index))))
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
         return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])

@@ -185,8 +185,7 @@ def _collect(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageSc
         for to, first, stop, to_owner in transfers:
             paths = scheduler.route(source, to, stop - first).paths
             for part, rows in _cut(parts[index], first, stop):
-                path = paths[part % len(paths)]
-                added = scheduler.add(path, index, step, rows, needs=needs, to_owner=to_owner)
+                added = scheduler.add(paths[part % len(paths)], index, step, rows, needs=needs, to_owner=to_owner)
                 if not to_owner:
                     received.setdefault((index, step + 1), []).append(added)
     return scheduler.schedule()

@@ -73,8 +73,7 @@ def _to_passes(items: list[Item], room: int, cost: CostModel) -> list[list[Item]
     """Distributes whole documents over passes, attention time and tokens balanced, in as few passes as fit."""
     fewest = max(1, -(-sum(item.tokens for item in items) // room))
     for count in range(fewest, fewest + _MORE_PASSES + 1):
-        found = place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)
-        if found is not None:
+        if (found := place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)) is not None:
             return found.items
     return _first_fit(items, room)
 
