@@ -230,13 +230,10 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        plan = _gather_plan(transport.size, transport.rank)
+        plan, layout = _gather_plan(transport.size, transport.rank), ChunkLayout(bucket.numel(), transport.size)
         self._messages = plan.messages
-        layout = ChunkLayout(bucket.numel(), transport.size)
-        transfers = []
-        for message in self._messages:
-            send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
-            transfers.append(Transfer(message, bucket[send], bucket[recv]))
+        shards = [bucket[slice(*layout.shard(owner))] for owner in range(transport.size)]
+        transfers = [Transfer(each, shards[each.send.owner], shards[each.recv.owner]) for each in plan.messages]
         self._p2p_work = transport.begin(Exchange(RepeatedTransfers(transfers), together=True), op)
         self._p2p_work.mark_ready(len(plan.work))
 
