@@ -37,16 +37,13 @@ def hopper_unsupported_reason(device: torch.device | int | None = None, deadline
     Takes seconds, or minutes on the first run. Ranks with different results work together: both kernels use the same
     flags, counts and addresses.
     """
-    reason = static_unsupported_reason(device)
-    if reason:
+    if reason := static_unsupported_reason(device):
         return reason
     index = torch.cuda.current_device() if device is None else torch.device(device).index or 0
     command = [sys.executable, "-m", "megatron_overlap.kernels.hopper_self_test", str(index)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=deadline_s, check=False
-        )
+        child = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=deadline_s)
     except subprocess.TimeoutExpired:
         return f"Hopper kernels: the self-test did not end within {deadline_s:g} s"
     except OSError as error:
@@ -88,8 +85,7 @@ def gathering(
     out = guarded[config.block_m : config.block_m + ROWS]
     status = torch.zeros(1, dtype=torch.int32, device=device)
     flags = torch.full((RANKS,), EPOCH, dtype=torch.int32, device=device)
-    tiles = row_tiles(layout, RANK, arrival_order(layout, RANK), config.block_m)
-    table = RowTiles.of(tiles, device)
+    table = RowTiles.of(row_tiles(layout, RANK, arrival_order(layout, RANK), config.block_m), device)
 
     def multiply(epoch: int) -> int:
         waits = Waits(flags, epoch, status, MAX_POLLS)
@@ -139,8 +135,7 @@ def _addresses(tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _random(device: str, *shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
 def _operands(device: str, dtype: torch.dtype, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,13 +5,11 @@ bytes. The last tile may be partial. Other operands load two bytes at a time und
 that no register spills. Importing this module does not need Gluon.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
@@ -119,7 +117,7 @@ class RowTiles:
     block: int
 
     @classmethod
-    def of(cls, tiles: Sequence[RowTile], device: torch.device | str) -> RowTiles:
+    def of(cls, tiles: Sequence[RowTile], device: torch.device | str) -> Self:
         """Copy `tiles` to `device`. Call it once per shape."""
         table = torch.tensor(tiles, dtype=torch.int32).reshape(len(tiles), len(RowTile._fields)).to(device)
         first = sum(1 for _ in takewhile(lambda tile: tile.remote == tiles[0].remote, tiles))
@@ -240,7 +238,6 @@ def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int
 
 
 def shared_layout(block: tuple[int, int], dtype: str) -> Any:
-    """Return the shared memory layout of a tile."""
     from megatron_overlap.kernels.gluon_version import gl
 
     return gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype])

@@ -60,7 +60,6 @@ class SavedInput:
         self._on_release: Callable[[], None] | None = on_release
 
     def release(self) -> None:
-        """Reports that the saved input is no longer needed."""
         if self._on_release is not None:
             on_release, self._on_release = self._on_release, None
             on_release()
@@ -85,8 +84,7 @@ def repeated[Derived](
     found = derived.get(name or ids)
     if found is None or tuple(map(id, found[0])) != ids:
         found = derived[name or ids] = of, build()  # `of` must live as long as its identity is compared
-    derived_before: Derived = found[1]
-    return derived_before
+    return found[1]
 
 
 def check_operands(

@@ -77,22 +77,21 @@ class GradientReduce:
             raise ValueError(f"bucket: shape {tuple(bucket.shape)}: must be one contiguous dimension")
         if self.gather is None and bucket.numel() % size:
             raise ValueError(f"bucket: {bucket.numel()} elements: not divisible by {size} ranks; pad it")
-        if not bucket.is_cuda:
+        if bucket.is_cuda:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(bucket.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                reduction = Reduction(self, bucket, mean)
+                # The work since the buckets before hides their messages. With one hardware queue
+                # (CUDA_DEVICE_MAX_CONNECTIONS=1) a wait at their own begin would delay that work until they arrive.
+                while self._pending:
+                    self._pending.popleft().add(wait=True)
+        else:
             # In the order of the buckets, because every rank must begin the gathers in the same order.
             while self._pending and self._pending[0].add(wait=False):
                 self._pending.popleft()
             reduction = Reduction(self, bucket, mean)
-            self._pending.append(reduction)
-            return reduction
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(bucket.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            reduction = Reduction(self, bucket, mean)
-            # The work since the buckets before hides their messages. With one hardware queue
-            # (CUDA_DEVICE_MAX_CONNECTIONS=1) a wait at their own begin would delay that work until they have arrived.
-            while self._pending:
-                self._pending.popleft().add(wait=True)
         self._pending.append(reduction)
         return reduction
 
@@ -213,13 +212,10 @@ class Reduction:
         """Returns when the sum is complete and the caller may write to the bucket."""
         with self._owner.beside():
             self._owner.settle(self)
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._gathering is None:
-            self._p2p_work.wait_all()
-        else:
-            self._gathering.wait()
+            if self._gathering is None:
+                self._p2p_work.wait_all()
+            else:
+                self._gathering.wait()
 
 
 class Gathering:
@@ -234,18 +230,14 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        plan = _gather_plan(transport.size, transport.rank)
+        plan, layout = _gather_plan(transport.size, transport.rank), ChunkLayout(bucket.numel(), transport.size)
         self._messages = plan.messages
-        layout = ChunkLayout(bucket.numel(), transport.size)
-        transfers = []
-        for message in self._messages:
-            send, recv = (slice(*layout.rows(chunk)) for chunk in (message.send, message.recv))
-            transfers.append(Transfer(message, bucket[send], bucket[recv]))
+        shards = [bucket[slice(*layout.shard(owner))] for owner in range(transport.size)]
+        transfers = [Transfer(each, shards[each.send.owner], shards[each.recv.owner]) for each in plan.messages]
         self._p2p_work = transport.begin(Exchange(RepeatedTransfers(transfers), together=True), op)
         self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:
         """Returns when all shards are complete and the caller may write to the own one."""
-        for index in range(len(self._messages)):
-            self._p2p_work.wait(index)
+        self._p2p_work.wait(*range(len(self._messages)))
         self._p2p_work.wait_all()

@@ -79,8 +79,7 @@ def flash_forward(
         `[B, Hq, n, D]`, dtype of `q`, and the log-sum-exp `[B, Hq, n]` in fp32 (fp64 for fp64).
     """
     if not q.is_cuda:
-        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
-        return out, lse
+        return _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
     sequences = None, None, q.shape[2], k.shape[2]
     out, lse = _cuda_forward([x.transpose(1, 2) for x in (q, k, v)], sequences, causal, scale, tile_mask)
     return out.transpose(1, 2), lse
@@ -91,12 +90,10 @@ def flash_backward(
 ) -> Grads:
     """Gradients of `flash_forward`."""
     if not dout.is_cuda:
-        cpu_grads: Grads = _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
-        return cpu_grads
+        return _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
     sequences = None, None, attended.q.shape[2], attended.k.shape[2]
     rows = [*(x.transpose(1, 2) for x in (dout, *attended[:4])), attended.lse.contiguous()]
-    grads = _cuda_backward(rows, sequences, causal, scale, tile_mask)
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    dq, dk, dv = (grad.transpose(1, 2) for grad in _cuda_backward(rows, sequences, causal, scale, tile_mask))
     return dq, dk, dv
 
 
@@ -264,7 +261,6 @@ class KeyGradients:
                 total[place].copy_(term)
 
     def result(self) -> list[torch.Tensor]:
-        """Gradients of keys and values."""
         return [total.to(self._dtype) for total in self._totals]
 
 
@@ -336,8 +332,7 @@ def _cuda_backward(
     # The random state is unused without dropout.
     rng = torch.empty(0, dtype=torch.int64, device=rows[0].device)
     options = 0.0, causal, rng, rng
-    grads: Grads = _aten._flash_attention_backward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
-    return grads
+    return _aten._flash_attention_backward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
 
 
 def _window(tile_mask: TileMask | None) -> dict[str, int]:

@@ -25,10 +25,7 @@ class LinearMap(torch.autograd.Function):
 
 def gather(own: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout) -> torch.Tensor:
     """`all_gather(own)` in sequence order; backward is `reduce_scatter(grad)` of the own rows."""
-    rows: torch.Tensor = LinearMap.apply(
-        own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout)
-    )
-    return rows
+    return LinearMap.apply(own, lambda x: gather_rows(x, group, layout), lambda grad: scatter_sum(grad, group, layout))
 
 
 def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -78,9 +75,8 @@ def linear_reduce_scatter(
 ) -> torch.Tensor:
     """`reduce_scatter(x @ w_shard.T) + bias`."""
     layout = SequenceLayout.contiguous(x.shape[0], dist.get_world_size(group))
-    partial = x @ w_shard.t()
     y = LinearMap.apply(
-        partial, lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
+        x @ w_shard.t(), lambda full: scatter_sum(full, group, layout), lambda grad: gather_rows(grad, group, layout)
     )
     return y if bias is None else y + bias
 

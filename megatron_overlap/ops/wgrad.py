@@ -1,7 +1,5 @@
 """Weight gradients: accumulated over row ranges, written to `main_grad` or returned to autograd, now or later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -173,6 +171,41 @@ class Spans:
             wgrad.add(dy[start:stop], x[start:stop])
 
 
+class _Job:
+    """The postponed gradient of one weight."""
+
+    def __init__(self, weight: torch.Tensor, target: WgradTarget) -> None:
+        self.weight, self._target = weight, target
+        self._wgrad: WeightGradient | None = None
+        self.operands: list[tuple[torch.Tensor, LateTensor]] = []
+        self.num_added = 0
+
+    def _sum(self) -> WeightGradient:
+        if self._wgrad is None:
+            # Two terms: a second rounding costs less than an fp32 buffer of the weight's size.
+            self._wgrad = WeightGradient(self.weight, self._target, sum_in_fp32=False)
+        return self._wgrad
+
+    def add_next(self) -> None:
+        """Computes the oldest term."""
+        dy, x = self.operands.pop(0)
+        self._sum().add(dy, x if isinstance(x, torch.Tensor) else x())
+        self.num_added += 1
+
+    def pieces(self) -> list[Piece]:
+        if len(self.operands) == 1 and self.num_added == 0:
+            dy, x = self.operands[0]
+            if isinstance(x, torch.Tensor):
+                self.operands.clear()
+                return [*self._sum().pieces(dy, x), self._accumulate]
+        return [*[self.add_next] * len(self.operands), self._accumulate]
+
+    def _accumulate(self) -> None:
+        gradient, self._wgrad = self._sum().result(), None
+        if gradient is not None:
+            torch.autograd.backward(self.weight, gradient)
+
+
 class DeferredWgrad:
     """Weight gradients postponed to a later point of the backward pass, where they hide communication.
 
@@ -236,41 +269,6 @@ class DeferredWgrad:
             del self._jobs[job.weight]
             for piece in job.pieces():
                 piece()
-
-
-class _Job:
-    """The postponed gradient of one weight."""
-
-    def __init__(self, weight: torch.Tensor, target: WgradTarget) -> None:
-        self.weight, self._target = weight, target
-        self._wgrad: WeightGradient | None = None
-        self.operands: list[tuple[torch.Tensor, LateTensor]] = []
-        self.num_added = 0
-
-    def _sum(self) -> WeightGradient:
-        if self._wgrad is None:
-            # Two terms: a second rounding costs less than an fp32 buffer of the weight's size.
-            self._wgrad = WeightGradient(self.weight, self._target, sum_in_fp32=False)
-        return self._wgrad
-
-    def add_next(self) -> None:
-        """Computes the oldest term."""
-        dy, x = self.operands.pop(0)
-        self._sum().add(dy, x if isinstance(x, torch.Tensor) else x())
-        self.num_added += 1
-
-    def pieces(self) -> list[Piece]:
-        if len(self.operands) == 1 and self.num_added == 0:
-            dy, x = self.operands[0]
-            if isinstance(x, torch.Tensor):
-                self.operands.clear()
-                return [*self._sum().pieces(dy, x), self._accumulate]
-        return [*[self.add_next] * len(self.operands), self._accumulate]
-
-    def _accumulate(self) -> None:
-        gradient, self._wgrad = self._sum().result(), None
-        if gradient is not None:
-            torch.autograd.backward(self.weight, gradient)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, buffer_pool: BufferPool) -> None:

@@ -72,7 +72,6 @@ class ExpertMessage:
 
     @property
     def num_received(self) -> int:
-        """Rows of the received chunk."""
         return _rows(self.received)
 
 
@@ -117,14 +116,11 @@ class ExpertPlan:
     @property
     def transfers(self) -> tuple[Message, ...]:
         """The messages of the transports: all of dispatch, then all of combine, which leave in the same order."""
-        count = len(self.messages)
-        dispatch = [
-            Message(Chunk(self.rank, index), message.to, Chunk(message.source, index), message.source)
-            for index, message in enumerate(self.messages)
-        ]
+        rank, count, messages = self.rank, len(self.messages), self.messages
+        dispatch = [Message(Chunk(rank, k), m.to, Chunk(m.source, k), m.source) for k, m in enumerate(messages)]
         combine = [
-            Message(Chunk(self.rank, count + index), each.source, Chunk(each.to, count + index), each.to, index + 1)
-            for index, each in enumerate(self.messages)
+            Message(Chunk(rank, k), m.source, Chunk(m.to, k), m.to, k - count + 1)
+            for k, m in enumerate(messages, count)
         ]
         return (*dispatch, *combine)
 
@@ -221,8 +217,7 @@ def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int
     total = bounds[-1]
     chunks = min(parts, max(1, total // min_rows))
     least = max(min_rows, total // chunks // 2)
-    inner = {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)}
-    edges = sorted({0, total} | inner)
+    edges = sorted({0, total} | {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)})
     return [
         tuple(
             Segment(expert, first + max(begin - start, 0), first + min(end, stop) - start)

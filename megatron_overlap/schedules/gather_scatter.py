@@ -14,12 +14,10 @@ Each row is sent once to every other host, and all ranks use their inter-node li
 gathers or sums the rows of the rails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
 
@@ -36,10 +34,7 @@ def check_rank(num_ranks: int, rank: int) -> None:
         raise ValueError(f"rank: {rank}: must be 0 to {num_ranks - 1}")
 
 
-def _validate(
-    num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int = 1
-) -> None:
-    """Check the arguments that all builders share."""
+def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int) -> None:
     check_rank(num_ranks, rank)
     check_positive(chunks_per_rank=chunks_per_rank, slices_per_gemm=slices_per_gemm)
     if slices_per_gemm > 1 and (chunks_per_rank > 1 or pattern != "direct"):
@@ -87,12 +82,11 @@ def all_gather_plan(
     exchanges = _exchanges(num_ranks, rank, slices_per_gemm)
     for exchange in exchanges:
         for to, owner in exchange:
-            first = len(messages)
             for part in range(chunks_per_rank):
-                chunk = Chunk(owner, part)
-                received[chunk] = len(messages)
+                chunk, number = Chunk(owner, part), len(messages)
+                received[chunk] = number
                 if pattern == "ring":
-                    after = first - chunks_per_rank + part if first else None
+                    after = number - chunks_per_rank if number >= chunks_per_rank else None
                     sent = Chunk((owner + 1) % num_ranks, part)
                     messages.append(Message(sent, following, chunk, preceding, after_message=after))
                 else:
@@ -245,19 +239,15 @@ def all_reduce_plan(
     parts = range(chunks_per_rank)
     made: dict[Chunk, int] = {}
     partial_sums: dict[int, list[int]] = {part: [] for part in parts}
-    added: set[int] = set()
 
     def compute(runs: list[Run]) -> None:
         for run in runs:
             work.append(Work(run))
             made.update(dict.fromkeys(run, len(work)))
 
-    def add(part: int) -> None:
-        if num_ranks > 1 and part not in added:
-            work.append(Work((), adds=tuple(partial_sums[part])))
-            added.add(part)
-
     def send_sums(part: int, to_and_from: list[tuple[int, int]]) -> None:
+        if terms := partial_sums.pop(part, ()):
+            work.append(Work((), adds=tuple(terms)))
         for to, source in to_and_from:
             messages.append(Message(Chunk(rank, part), to, Chunk(source, part), source, after_work=len(work)))
 
@@ -278,11 +268,9 @@ def all_reduce_plan(
                 partial_sums[part].append(len(messages))
                 messages.append(Message(chunk, to, Chunk(rank, part), source, after_work=made[chunk]))
             if late and part > 0:
-                add(part - 1)
                 send_sums(part - 1, peers_of_step)
         compute(own)
     for part in parts[-1:] if late else parts:
-        add(part)
         send_sums(part, peers)
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
@@ -316,7 +304,7 @@ class Nodes:
         check_positive(num_nodes=self.num_nodes, per_node=self.per_node)
 
     @classmethod
-    def of(cls, hosts: Sequence[str]) -> Nodes:
+    def of(cls, hosts: Sequence[str]) -> Self:
         """Return the placement for the host name of each rank, in rank order.
 
         Raises:
@@ -336,11 +324,9 @@ class Nodes:
         return self.num_nodes * self.per_node
 
     def node(self, rank: int) -> int:
-        """Return the host of `rank`."""
         return rank // self.per_node
 
     def members(self, node: int) -> range:
-        """Return the ranks on host `node`."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     def rows(self, num_rows: int, node: int) -> tuple[int, int]:
@@ -369,16 +355,10 @@ class Nodes:
 def _along_rail(build: Callable[[int, int], Plan], nodes: Nodes, rank: int) -> Plan:
     plan = build(nodes.num_nodes, nodes.node(rank))
     rail = range(rank % nodes.per_node, nodes.num_ranks, nodes.per_node)
-    messages = [
-        replace(
-            message,
-            send=Chunk(rail[message.send.owner], 0),
-            to=rail[message.to],
-            recv=Chunk(rail[message.recv.owner], 0),
-            source=rail[message.source],
-            # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
-            not_before=message.after_work or message.not_before,
-        )
-        for message in plan.messages
-    ]
+    messages = []
+    for m in plan.messages:
+        send, recv = Chunk(rail[m.send.owner], 0), Chunk(rail[m.recv.owner], 0)
+        # The GEMMs of the next node hide the sums, and are many: with one hardware queue sums precede them.
+        place = m.after_work or m.not_before
+        messages.append(replace(m, send=send, to=rail[m.to], recv=recv, source=rail[m.source], not_before=place))
     return replace(plan, messages=tuple(messages))

@@ -22,14 +22,12 @@ def _cut(length: int, pieces: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < extra)
 
 
-def part_weights(parts: int, small: Small | None) -> tuple[int, ...]:
-    """Return the relative sizes of the parts: equal, or doubling from the small end or ends up to a factor of 4.
+def part_weights(parts: int, small: Small) -> tuple[int, ...]:
+    """Return the relative sizes of the parts, which double from the small end or ends up to a factor of 4.
 
     One part is exposed: the GEMM after the last message of a gather, or the GEMM before the first message of a scatter.
     A small part there reduces the exposed time without more messages. The GEMMs of the other parts stay fast.
     """
-    if small is None:
-        return (1,) * parts
     if small == "both":
         return tuple(2 ** min(part, parts - 1 - part, 2) for part in range(parts))
     weights = tuple(2 ** min(max(0, part - 1), 2) for part in range(parts))

@@ -10,12 +10,10 @@ The link starts when the first piece is produced and ends with the results of th
 sent first, so the link never waits for an attention while another piece is ready. Only `attend g` needs `in g`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from itertools import accumulate, groupby, pairwise, product
+from typing import Literal, NamedTuple, Self
 
 from megatron_overlap.schedules.gather_scatter import check_rank
 from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
@@ -48,12 +46,12 @@ class SequenceLayout:
             position = stop
 
     @classmethod
-    def contiguous(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
+    def contiguous(cls, num_rows: int, num_ranks: int) -> Self:
         """One run per rank, in rank order. The first ranks hold one row more if the division has a remainder."""
         return cls(tuple((_cut(num_rows, num_ranks, rank),) for rank in range(num_ranks)))
 
     @classmethod
-    def zigzag(cls, num_rows: int, num_ranks: int) -> SequenceLayout:
+    def zigzag(cls, num_rows: int, num_ranks: int) -> Self:
         """Rank i holds pieces i and 2N-1-i of 2N, as Megatron's context parallelism splits a sequence."""
         pieces = [_cut(num_rows, 2 * num_ranks, index) for index in range(2 * num_ranks)]
         return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(num_ranks)))
@@ -64,16 +62,13 @@ class SequenceLayout:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs of each rank."""
         return len(self.runs[0])
 
     @property
     def num_rows(self) -> int:
-        """Length of the whole sequence."""
         return max(stop for own in self.runs for _, stop in own)
 
     def rows_of(self, rank: int) -> int:
-        """Number of rows that `rank` holds."""
         return sum(stop - start for start, stop in self.runs[rank])
 
     def local_runs(self, rank: int) -> tuple[Run, ...]:
@@ -128,7 +123,6 @@ class HeadLayout:
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -142,7 +136,6 @@ class HeadLayout:
         return self.num_kv_heads % self.num_ranks != 0
 
     def queries(self, rank: int, group: int) -> Run:
-        """Query heads of `rank` in `group`."""
         per_rank = self.num_heads // self.num_ranks
         if self.aligned:
             size = per_rank // self.num_groups
@@ -174,18 +167,17 @@ class HeadLayout:
         """The attention calls of `rank` in `group`, as few as the sharing of key/value heads permits."""
         first, last = self.queries(rank, group)
         ratio = self.queries_per_key
-        found: list[Call] = []
-        for head in range(*self.keys(rank, group)):
-            queries = max(first, head * ratio), min(last, (head + 1) * ratio)
-            groups = range(group, -1, -1)
-            source_group = next(each for each in groups if head in range(*self.first_keys(rank, each)))
-            before = found[-1] if found else None
-            if before is not None and before.source_group == source_group:
-                each = (before.queries[1] - before.queries[0]) // (before.keys[1] - before.keys[0])
-                if each == queries[1] - queries[0]:
-                    found[-1] = Call((before.queries[0], queries[1]), (before.keys[0], head + 1), source_group)
-                    continue
-            found.append(Call(queries, (head, head + 1), source_group))
+
+        def kind(head: int) -> tuple[int, int]:
+            """The head group that is sent with a key/value head, and the number of query heads."""
+            source_group = next(each for each in range(group, -1, -1) if head in range(*self.first_keys(rank, each)))
+            return source_group, min(last, (head + 1) * ratio) - max(first, head * ratio)
+
+        found = []
+        for (source_group, _), heads in groupby(range(*self.keys(rank, group)), kind):
+            run = [*heads]
+            start, stop = run[0], run[-1] + 1
+            found.append(Call((max(first, start * ratio), min(last, stop * ratio)), (start, stop), source_group))
         return tuple(found)
 
 
@@ -216,9 +208,8 @@ class HeadMessage:
 
     def message(self, index: int) -> Message:
         """The message in the format of the transports."""
-        return Message(
-            Chunk(self.send.rows, index), self.to, Chunk(self.recv.rows, index), self.source, self.after_work
-        )
+        send, recv = Chunk(self.send.rows, index), Chunk(self.recv.rows, index)
+        return Message(send, self.to, recv, self.source, self.after_work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +271,8 @@ def ulysses_plan(
             produced.update(((group, peer), len(work)) for peer in part)
     all_produced = len(work)
     attended = [all_produced + group + 1 for group in range(num_groups)]
+    if pattern == "serial":
+        produced, attended = dict.fromkeys(produced, all_produced), [attended[-1]] * num_groups
     messages: list[HeadMessage] = []
     received = defaultdict[tuple[Direction, int, int], list[int]](list)
     directions: tuple[Direction, ...] = ("in", "out")
@@ -287,8 +280,6 @@ def ulysses_plan(
         for group in range(num_groups):
             for to, source in zip(peers[:-1], sources[1:], strict=True):
                 after = produced[group, to] if direction == "in" else attended[group]
-                if pattern == "serial":
-                    after = all_produced if direction == "in" else attended[-1]
                 for run in range(num_runs):
                     received[direction, group, source].append(len(messages))
                     if direction == "in":
@@ -297,15 +288,12 @@ def ulysses_plan(
                         send, recv = Piece(direction, group, rank, to, run), Piece(direction, group, source, rank, run)
                     messages.append(HeadMessage(send, to, recv, source, after))
 
-    def needed(direction: Direction, groups: range, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(k for group in groups for source in ranks for k in received[direction, group, source])
+    def needed(direction: Direction, group: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        groups, ranks = (range(num_groups), sources) if pattern == "serial" else ((group,), ranks)
+        return tuple(k for each in groups for source in ranks for k in received[direction, each, source])
 
-    all_groups = range(num_groups)
-    for group in all_groups:
-        waits = all_groups if pattern == "serial" else range(group, group + 1)
-        work.append(Task("attend", group, (rank,), needed("in", waits, sources)))
-    for group in all_groups:
-        for source in sources:
-            needs = needed("out", all_groups, sources) if pattern == "serial" else received["out", group, source]
-            work.append(Task("consume", group, (source,), tuple(needs)))
+    for group in range(num_groups):
+        work.append(Task("attend", group, (rank,), needed("in", group, sources)))
+    for group, source in product(range(num_groups), sources):
+        work.append(Task("consume", group, (source,), needed("out", group, (source,))))
     return AllToAllPlan(num_ranks, rank, num_groups, num_runs, tuple(messages), tuple(work))

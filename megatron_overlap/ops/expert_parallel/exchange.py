@@ -59,8 +59,7 @@ class ExpertPass:
         self.send_bytes = sum(each.send_bytes for each in transfers)
         self._p2p_work = transport.begin(transfers, op)
         if serial:
-            for index in range(len(plan.messages)):
-                self._p2p_work.wait(index)
+            self._p2p_work.wait(*range(len(plan.messages)))
 
     def _take(self, name: str, like: Rows, num_rows: int, *, symmetric: bool = False) -> Rows:
         """Tensors of `num_rows` rows each, as those of `like`, in one buffer: a message needs one flag."""
@@ -75,11 +74,9 @@ class ExpertPass:
         )
 
     def run(self, compute: Compute, *, fixed_order: bool) -> None:
-        """Computes all rows.
+        """Computes all rows, with `fixed_order` the own pieces where the plan places them.
 
-        Args:
-            fixed_order: compute own pieces where the plan places them. Otherwise one is computed whenever the next
-                chunk is not received, which needs a transport that can report it.
+        Otherwise one is computed whenever the next chunk is not received, which needs a transport that can report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
         done = 0

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -71,18 +70,9 @@ class MLPExperts:
         with torch.enable_grad():
             return Activated(*leaves, self.activation(*leaves))
 
-    def dgrad(
-        self,
-        expert: int,
-        whole: int,
-        activated: Activated,
-        dy: torch.Tensor,
-        dhidden: torch.Tensor,
-        output: torch.Tensor,
-        dx: torch.Tensor,
-        dprobs: torch.Tensor,
-    ) -> None:
-        """Writes `dhidden`, the `output` of the activation, `dx` and `dprobs` of some rows."""
+    def dgrad(self, expert: int, whole: int, activated: Activated, dy: torch.Tensor, *sinks: torch.Tensor) -> None:
+        """Writes to `sinks` of some rows: `dhidden`, the output of the activation, `dx` and `dprobs`."""
+        dhidden, output, dx, dprobs = sinks
         grad = _mm(dy, self.fc2[expert].weight, whole)
         if activated.output is None:
             activated = self._activate(activated.hidden, activated.probs)
@@ -106,8 +96,8 @@ class MLPExperts:
         dy: torch.Tensor,
         needed: tuple[bool, ...],
         buffer_pool: BufferPool,
-    ) -> tuple[list[Callable[[], None]], list[WeightGradient | None]]:
-        """The calls that compute the weight gradients, and for each of `weights` its gradient after all calls.
+    ) -> list[WeightGradient | None]:
+        """The gradient of each of `weights`.
 
         Args:
             experts: for each expert, which rows of `x`, `dhidden`, `activated` and `dy` are its tokens.
@@ -119,12 +109,10 @@ class MLPExperts:
             for each, need in zip((*self.fc1, *self.fc2), needed, strict=True)
         ]
         operands = [(dhidden, x, rows) for rows in experts] + [(dy, activated, rows) for rows in experts]
-        calls: list[Callable[[], None]] = [
-            partial(gradient.add, grad[rows.start : rows.stop], value[rows.start : rows.stop])
-            for gradient, (grad, value, rows) in zip(gradients, operands, strict=True)
-            if gradient is not None
-        ]
-        return calls, gradients
+        for gradient, (grad, value, rows) in zip(gradients, operands, strict=True):
+            if gradient is not None:
+                gradient.add(grad[rows.start : rows.stop], value[rows.start : rows.stop])
+        return gradients
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, whole: int, out: torch.Tensor | None = None) -> torch.Tensor:

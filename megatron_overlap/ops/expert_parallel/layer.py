@@ -108,8 +108,7 @@ def expert_parallel(
     begun = _Begin.apply(x, probs, call, *experts.weights)
     if filler is not None:
         filler()
-    y: torch.Tensor = _Finish.apply(begun, call)
-    return y
+    return _Finish.apply(begun, call)
 
 
 def _saved_tensors_have_hooks() -> bool:
@@ -176,12 +175,10 @@ class _Begin(torch.autograd.Function):
         expert_pass.run(compute, fixed_order=call.fixed_order)
         expert_dy = expert_pass.expert_rows(call.take("dy", dx.shape[1], dx))
         needed = ctx.needs_input_grad[3:]
-        additions, gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
-        for add in additions:
-            add()
+        gradients = experts.wgrad(plan.experts, expert_x, dhidden, output, expert_dy, needed, pool)
         expert_pass.finish()
         call.observe("dgrad", expert_pass.send_bytes)
-        if additions:
+        if any(needed):
             call.observe("wgrad", 0)
         return dx, dprobs, None, *(None if each is None else each.result() for each in gradients)
 

@@ -5,6 +5,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509). `schedules.ulysses` has the order.
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
+from math import prod
 
 import torch
 
@@ -27,7 +28,7 @@ Consume = Callable[[int, int, torch.Tensor], None]
 """`consume(group, peer, rows)`: reads the own rows of the result for the heads of `peer`, `[own rows, B, width]`."""
 
 
-class _Shapes:
+class Shapes:
     """The tensors of every rank in the buffers of a pass, in this order, `[rows, B, width]` each.
 
     Attributes:
@@ -37,67 +38,50 @@ class _Shapes:
     """
 
     def __init__(self, sequence: SequenceLayout, batch: int, inputs: Widths, outputs: Widths) -> None:
-        self.sequence, self._batch = sequence, batch
+        self.sequence = sequence
         ranks, groups = range(sequence.num_ranks), range(len(inputs[0]))
         keys = [[(group, peer) for group in groups for peer in ranks if peer != rank] for rank in ranks]
         own = [sequence.rows_of(rank) for rank in ranks]
         self.sent, self.received = (
-            [{key: (own[rank], widths[key[1]][key[0]]) for key in keys[rank]} for rank in ranks]
+            [{key: (own[rank], batch, widths[key[1]][key[0]]) for key in keys[rank]} for rank in ranks]
             for widths in (inputs, outputs)
         )
         self.gathered, self.result = (
-            [{group: (sequence.num_rows, widths[rank][group]) for group in groups} for rank in ranks]
+            [{group: (sequence.num_rows, batch, widths[rank][group]) for group in groups} for rank in ranks]
             for widths in (inputs, outputs)
         )
-        self.most_gathered, self.most_received = (max(map(self.size, each)) for each in (self.gathered, self.received))
+        self.most_gathered, self.most_received = (max(map(_size, each)) for each in (self.gathered, self.received))
 
-    def size[Key](self, shapes: dict[Key, tuple[int, int]]) -> int:
-        """Elements of the tensors of a rank."""
-        return self._batch * sum(rows * width for rows, width in shapes.values())
 
-    def tensors[Key](self, buffer: torch.Tensor, shapes: dict[Key, tuple[int, int]]) -> dict[Key, torch.Tensor]:
-        """The tensors of this rank in `buffer`; of another rank: its own ones at the same places."""
-        sizes = [rows * self._batch * width for rows, width in shapes.values()]
-        parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
-        return {
-            key: part.view(rows, self._batch, width)
-            for part, (key, (rows, width)) in zip(parts, shapes.items(), strict=True)
-        }
+def _size[Key](shapes: dict[Key, tuple[int, int, int]]) -> int:
+    """Elements of the tensors of a rank."""
+    return sum(map(prod, shapes.values()))
+
+
+def _tensors[Key](buffer: torch.Tensor, shapes: dict[Key, tuple[int, int, int]]) -> dict[Key, torch.Tensor]:
+    """The tensors of this rank in `buffer`; of another rank: its own ones at the same places."""
+    sizes = [*map(prod, shapes.values())]
+    parts = buffer[: sum(sizes)].split(sizes) if sizes else ()
+    return {key: part.view(shape) for part, (key, shape) in zip(parts, shapes.items(), strict=True)}
 
 
 # Cached, because every layer makes the same call.
-_shapes = lru_cache(maxsize=256)(_Shapes)
+shapes_of = lru_cache(maxsize=256)(Shapes)
 
 
 class _Pieces:
-    """The tensors of a pass in buffers, and its messages. Each call with the same buffers has the same ones.
+    """The tensors of a pass in the buffers `sent`, `gathered`, `result` and `received`, and its messages."""
 
-    Attributes:
-        sent, gathered, result, received: see `_Shapes`.
-        transfers: the messages.
-    """
-
-    def __init__(
-        self,
-        plan: AllToAllPlan,
-        shapes: _Shapes,
-        sent: torch.Tensor,
-        gathered: torch.Tensor,
-        result: torch.Tensor,
-        received: torch.Tensor,
-        *,
-        symmetric: bool,
-    ) -> None:
-        rank, sequence = plan.rank, shapes.sequence
-        self.sent, self.result = shapes.tensors(sent, shapes.sent[rank]), shapes.tensors(result, shapes.result[rank])
-        self.gathered = shapes.tensors(gathered, shapes.gathered[rank])
-        self.received = shapes.tensors(received, shapes.received[rank])
+    def __init__(self, plan: AllToAllPlan, shapes: Shapes, *buffers: torch.Tensor, symmetric: bool) -> None:
+        rank, sequence, (sent, gathered, result, received) = plan.rank, shapes.sequence, buffers
+        self.sent, self.gathered = _tensors(sent, shapes.sent[rank]), _tensors(gathered, shapes.gathered[rank])
+        self.result, self.received = _tensors(result, shapes.result[rank]), _tensors(received, shapes.received[rank])
         local = [[slice(*run) for run in sequence.local_runs(each)] for each in range(plan.num_ranks)]
         whole = [[slice(*run) for run in runs] for runs in sequence.runs]
         # Where the tensors land that this rank sends.
         of_ranks = range(plan.num_ranks) if symmetric else ()
-        gathers = [shapes.tensors(gathered, shapes.gathered[each]) for each in of_ranks]
-        receives = [shapes.tensors(received, shapes.received[each]) for each in of_ranks]
+        gathers = [_tensors(gathered, shapes.gathered[each]) for each in of_ranks]
+        receives = [_tensors(received, shapes.received[each]) for each in of_ranks]
         transfers = []
         for index, message in enumerate(plan.messages):
             send, recv, to, lands = message.send, message.recv, message.to, None
@@ -119,9 +103,8 @@ class _Pieces:
 class HeadAllToAll:
     """One pass: own rows of all heads become all rows of own heads, then own rows of all results.
 
-    A received piece is written at its position in the whole sequence, without a permutation or padding. `inputs` and
-    `outputs` are the features of the inputs and results of `attend`. With `retain_gathered` the gathered rows outlive
-    the pass, so they are not in a buffer of the transport.
+    A received piece is written at its position in the whole sequence, without a permutation or padding. With
+    `retain` the gathered rows outlive the pass, so they are not in a buffer of the transport.
 
     Attributes:
         gathered: all rows of the own heads, `[S, B, width]` by group.
@@ -129,38 +112,29 @@ class HeadAllToAll:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        plan: AllToAllPlan,
-        sequence: SequenceLayout,
-        inputs: Widths,
-        outputs: Widths,
-        like: torch.Tensor,
-        op: str,
-        *,
-        retain_gathered: bool,
+        self, transport: Transport, plan: AllToAllPlan, shapes: Shapes, like: torch.Tensor, op: str, *, retain: bool
     ) -> None:
         self._plan, self._buffer_pool, self._like = plan, transport.buffer_pool, like
-        rank, take = plan.rank, transport.buffer_pool.take
+        rank, sequence, take = plan.rank, shapes.sequence, transport.buffer_pool.take
         self._own_rows = sequence.rows_of(rank)
         # The runs of this rank as rows of its own tensors and of the whole sequence.
-        self._local = [slice(*run) for run in sequence.local_runs(rank)]
-        self._whole = [slice(*run) for run in sequence.runs[rank]]
-        shapes, symmetric = _shapes(sequence, like.shape[1], inputs, outputs), transport.prepares
-        num_gathered, num_received = shapes.size(shapes.gathered[rank]), shapes.size(shapes.received[rank])
+        runs = zip(sequence.local_runs(rank), sequence.runs[rank], strict=True)
+        self._runs = [(slice(*local), slice(*whole)) for local, whole in runs]
+        num_gathered, num_received = _size(shapes.gathered[rank]), _size(shapes.received[rank])
+        symmetric = transport.prepares
         if symmetric:
             # Buffers of the same size on all ranks.
             num_gathered, num_received = shapes.most_gathered, shapes.most_received
-        if retain_gathered and not symmetric:
+        if retain and not symmetric:
             gathered = like.new_empty(num_gathered)
         else:
             gathered = take("ulysses_gathered", (num_gathered,), like, symmetric=True)
         of = (
             plan,
             shapes,
-            take("ulysses_send", (shapes.size(shapes.sent[rank]),), like),
+            take("ulysses_send", (_size(shapes.sent[rank]),), like),
             gathered,
-            take("ulysses_result", (shapes.size(shapes.result[rank]),), like),
+            take("ulysses_result", (_size(shapes.result[rank]),), like),
             take("ulysses_receive", (num_received,), like, symmetric=True),
         )
         build = partial(_Pieces, *of, symmetric=symmetric)
@@ -168,10 +142,10 @@ class HeadAllToAll:
         self._send_buffers, self._result, self._recv_buffers = pieces.sent, pieces.result, pieces.received
         self.num_bytes = pieces.num_bytes
         self._arrives = self.gathered = pieces.gathered
-        if symmetric and retain_gathered:
+        if symmetric and retain:
             # Later messages overwrite the buffer.
-            retained = like.new_empty(shapes.size(shapes.gathered[rank]))
-            self.gathered = shapes.tensors(retained, shapes.gathered[rank])
+            retained = like.new_empty(_size(shapes.gathered[rank]))
+            self.gathered = _tensors(retained, shapes.gathered[rank])
         self._p2p_work = transport.begin(Exchange(pieces.transfers), op)
 
     def run(
@@ -186,7 +160,6 @@ class HeadAllToAll:
         """Executes the tasks of the plan.
 
         Args:
-            produce, attend, consume: see `Produce`, `Attend`, `Consume`.
             flush: processes the rows that were consumed since the last call. It is called before a wait and at the end.
             fillers: further computation without a fixed order. It runs while a message is not complete; the rest runs
                 at the end.
@@ -237,15 +210,15 @@ class HeadAllToAll:
             buffers[self._plan.rank] = self._take_own(self._arrives[group].shape[2])
         produce(group, peers, [buffers[peer] for peer in peers])
         if is_own:
-            for local, whole in zip(self._local, self._whole, strict=True):
+            for local, whole in self._runs:
                 self._arrives[group][whole].copy_(buffers[self._plan.rank][local])
 
     def _own_result(self, group: int) -> torch.Tensor:
         result = self._result[group]
-        if len(self._whole) == 1:
-            return result[self._whole[0]]
+        if len(self._runs) == 1:
+            return result[self._runs[0][1]]
         own = self._take_own(result.shape[2])
-        for local, whole in zip(self._local, self._whole, strict=True):
+        for local, whole in self._runs:
             own[local].copy_(result[whole])
         return own
 

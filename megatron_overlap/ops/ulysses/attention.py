@@ -4,12 +4,10 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509). Here the all-to-alls are cut by he
 of other groups; see `schedules.ulysses`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from megatron_overlap.ops.flash_attention import (
     sequence_backward,
     sequence_forward,
 )
-from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths
+from megatron_overlap.ops.ulysses.all_to_all import HeadAllToAll, Widths, shapes_of
 from megatron_overlap.schedules import HeadLayout, SequenceLayout, ulysses_plan
 from megatron_overlap.schedules.ulysses import AllToAllPattern, Call, Run
 
@@ -111,11 +109,81 @@ def ulysses_attention(
     if {q.dtype, k.dtype, v.dtype} != {q.dtype} or {q.device, k.device, v.device} != {q.device}:
         raise ValueError(f"q: {q.dtype} on {q.device}: k and v must be of the same dtype and on the same device")
     call = UlyssesCall.of(group, layout, q, plan, observer)
-    num_heads = q.shape[2], k.shape[2]
-    heads = call.plan.heads(*num_heads, call.transport.size, call.head_bytes(q, q.shape[3]))
+    heads = call.plan.heads(q.shape[2], k.shape[2], call.transport.size, call.head_bytes(q, q.shape[3]))
     attention = HeadAttention(heads, call.transport.rank, q.shape[3], causal, softmax_scale, kernel)
-    out: torch.Tensor = _Ulysses.apply(q, k, v, call, attention)
-    return out
+    return _Ulysses.apply(q, k, v, call, attention)
+
+
+class HeadAttention:
+    """Attention of the heads of one rank. It saves the tensors that backward needs.
+
+    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
+    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
+    """
+
+    def __init__(
+        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
+    ) -> None:
+        self.heads, self.size = heads, size
+        self._rank, self._causal, self._kernel = rank, causal, kernel
+        self._scale = size**-0.5 if scale is None else scale
+        self._gathered: dict[int, torch.Tensor] = {}
+        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
+        self._partial_sums: dict[int, list[torch.Tensor]] = {}
+
+    def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
+        """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
+        sizes = [len(range(*queries)), len(range(*keys)), len(range(*keys))]
+        return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
+
+    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of forward."""
+        heads, rank = self.heads, self._rank
+        self._gathered[group] = gathered
+        first, last = heads.queries(rank, group)
+        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
+        out = result.view(*result.shape[:2], last - first, self.size)
+        self._saved[group] = []
+        for call in heads.calls(rank, group):
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            source = call.source_group
+            source_keys = heads.first_keys(rank, source)
+            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
+            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
+            inputs = query[:, :, query_heads], keys[:, :, key_heads], values[:, :, key_heads]
+            attended, saved = sequence_forward(*inputs, causal=self._causal, scale=self._scale, kernel=self._kernel)
+            out[:, :, query_heads].copy_(attended)
+            self._saved[group].append((call, saved))
+
+    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
+        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
+        heads, rank = self.heads, self._rank
+        first, last = heads.queries(rank, group)
+        complete = heads.last_keys(rank, group)
+        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
+        dq, dk, dv = self.split(result, (first, last), complete)
+        for call, saved in self._saved[group]:
+            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
+            query_grad, *key_grads = sequence_backward(
+                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
+            )
+            dq[:, :, query_heads].copy_(query_grad)
+            start, stop = call.keys
+            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
+                key_heads = slice(start - complete[0], stop - complete[0])
+                dk[:, :, key_heads].copy_(key_grads[0])
+                dv[:, :, key_heads].copy_(key_grads[1])
+                continue
+            for head in range(start, stop):
+                # Several groups use the head. The sum of its gradients is rounded once.
+                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
+                sums = [term.float() if term.element_size() < 4 else term for term in terms]
+                if head in self._partial_sums:
+                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
+                self._partial_sums[head] = sums
+                if head in range(*complete):
+                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
+                        gradient[:, :, head - complete[0]].copy_(total)
 
 
 class UlyssesCall(NamedTuple):
@@ -134,7 +202,7 @@ class UlyssesCall(NamedTuple):
         x: torch.Tensor,
         plan: UlyssesPlan | None,
         observer: Observer | None,
-    ) -> UlyssesCall:
+    ) -> Self:
         """Fills in the defaults, and refuses a layout that does not fit the group or `x`, the own rows."""
         transport = transport_for(group)
         layout = layout or SequenceLayout.contiguous(x.shape[0] * transport.size, transport.size)
@@ -150,12 +218,12 @@ class UlyssesCall(NamedTuple):
         return self.layout.num_rows * x.shape[1] * size * x.element_size() // self.layout.num_ranks
 
     def begin(self, attention: HeadAttention, like: torch.Tensor, op: str, *, backward: bool = False) -> HeadAllToAll:
-        """Starts the messages of forward, or of backward, of `attention`."""
         size, rank, groups = self.transport.size, self.transport.rank, attention.heads.num_groups
         schedule = _schedule(size, rank, num_groups=groups, num_runs=self.layout.num_runs, pattern=self.plan.pattern)
         inputs, results, gradients = widths(attention.heads, attention.size)
         both = (results, gradients) if backward else (inputs, results)
-        return HeadAllToAll(self.transport, schedule, self.layout, *both, like, op, retain_gathered=not backward)
+        shapes = shapes_of(self.layout, like.shape[1], *both)
+        return HeadAllToAll(self.transport, schedule, shapes, like, op, retain=not backward)
 
 
 class _Ulysses(torch.autograd.Function):
@@ -209,94 +277,16 @@ class _Ulysses(torch.autograd.Function):
         return dq, *keys.result(), None, None
 
 
-class HeadAttention:
-    """Attention of the heads of one rank. It saves the tensors that backward needs.
-
-    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
-    forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
-    """
-
-    def __init__(
-        self, heads: HeadLayout, rank: int, size: int, causal: bool, scale: float | None, kernel: Kernel | None
-    ) -> None:
-        self.heads, self.size = heads, size
-        self._rank, self._causal, self._kernel = rank, causal, kernel
-        self._scale = size**-0.5 if scale is None else scale
-        self._gathered: dict[int, torch.Tensor] = {}
-        self._saved: dict[int, list[tuple[Call, SavedSequence]]] = {}
-        self._partial_sums: dict[int, list[torch.Tensor]] = {}
-
-    def split(self, tensor: torch.Tensor, queries: Run, keys: Run) -> tuple[torch.Tensor, ...]:
-        """Views of a message `[rows, B, width]`: queries, keys and values, `[rows, B, heads, D]` each."""
-        sizes = [_length(queries), _length(keys), _length(keys)]
-        return tensor.view(*tensor.shape[:2], sum(sizes), self.size).split(sizes, dim=2)
-
-    def forward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
-        """`all_to_all.Attend` of forward."""
-        heads, rank = self.heads, self._rank
-        self._gathered[group] = gathered
-        first, last = heads.queries(rank, group)
-        query = self.split(gathered, (first, last), heads.first_keys(rank, group))[0]
-        out = result.view(*result.shape[:2], last - first, self.size)
-        self._saved[group] = []
-        for call in heads.calls(rank, group):
-            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
-            source = call.source_group
-            source_keys = heads.first_keys(rank, source)
-            _, keys, values = self.split(self._gathered[source], heads.queries(rank, source), source_keys)
-            key_heads = slice(call.keys[0] - source_keys[0], call.keys[1] - source_keys[0])
-            inputs = query[:, :, query_heads], keys[:, :, key_heads], values[:, :, key_heads]
-            attended, saved = sequence_forward(*inputs, causal=self._causal, scale=self._scale, kernel=self._kernel)
-            out[:, :, query_heads].copy_(attended)
-            self._saved[group].append((call, saved))
-
-    def backward(self, group: int, gathered: torch.Tensor, result: torch.Tensor) -> None:
-        """`all_to_all.Attend` of backward: `gathered` is the gradient of the result of forward."""
-        heads, rank = self.heads, self._rank
-        first, last = heads.queries(rank, group)
-        complete = heads.last_keys(rank, group)
-        grad = gathered.view(*gathered.shape[:2], last - first, self.size)
-        dq, dk, dv = self.split(result, (first, last), complete)
-        for call, saved in self._saved[group]:
-            query_heads = slice(call.queries[0] - first, call.queries[1] - first)
-            query_grad, *key_grads = sequence_backward(
-                saved, grad[:, :, query_heads], causal=self._causal, scale=self._scale
-            )
-            dq[:, :, query_heads].copy_(query_grad)
-            start, stop = call.keys
-            if complete[0] <= start and stop <= complete[1] and not self._partial_sums.keys() & range(start, stop):
-                key_heads = slice(start - complete[0], stop - complete[0])
-                dk[:, :, key_heads].copy_(key_grads[0])
-                dv[:, :, key_heads].copy_(key_grads[1])
-                continue
-            for head in range(start, stop):
-                # Several groups use the head. The sum of its gradients is rounded once.
-                terms = [key_grad[:, :, head - start] for key_grad in key_grads]
-                sums = [term.float() if term.element_size() < 4 else term for term in terms]
-                if head in self._partial_sums:
-                    sums = [total.add_(term) for total, term in zip(self._partial_sums[head], sums, strict=True)]
-                self._partial_sums[head] = sums
-                if head in range(*complete):
-                    for gradient, total in zip((dk, dv), self._partial_sums.pop(head), strict=True):
-                        gradient[:, :, head - complete[0]].copy_(total)
-
-
 @lru_cache(maxsize=256)
 def widths(heads: HeadLayout, size: int) -> tuple[Widths, Widths, Widths]:
     """Features of the queries, keys and values that are sent with a group; of its results; of its sent gradients."""
     ranks, groups = range(heads.num_ranks), range(heads.num_groups)
 
     def features(keys: Callable[[int, int], Run] | None) -> Widths:
-        return tuple(
-            tuple(
-                (_length(heads.queries(rank, group)) + (0 if keys is None else 2 * _length(keys(rank, group)))) * size
-                for group in groups
-            )
-            for rank in ranks
-        )
+        def width(rank: int, group: int) -> int:
+            num_keys = 0 if keys is None else len(range(*keys(rank, group)))
+            return (len(range(*heads.queries(rank, group))) + 2 * num_keys) * size
+
+        return tuple(tuple(width(rank, group) for group in groups) for rank in ranks)
 
     return features(heads.first_keys), features(None), features(heads.last_keys)
-
-
-def _length(run: Run) -> int:
-    return max(0, run[1] - run[0])

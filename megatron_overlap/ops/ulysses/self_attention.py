@@ -6,8 +6,7 @@ groups hide them. Forward and backward run for each group: project, send, attend
 Source: DeepSpeed-Ulysses (arXiv 2309.14509); the overlap with the projections is that of this project.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ Rotate = Callable[[torch.Tensor], torch.Tensor]
 """Encodes positions: own rows `[S/N, B, heads, D]` of query or key heads, to the same shape. It must be linear, the
 same for every head, and without parameters."""
 
-# The weight gradient of the output projection is computed in this many blocks of rows, while messages arrive.
+# The weight gradient of the output projection is computed in at most this many blocks of rows, while messages arrive.
 _FILLERS = 4
 
 
@@ -85,9 +84,7 @@ def ulysses_self_attention(
     groups = next(count for count in counts if num_kv_heads // num_ranks % count == 0)
     heads = HeadLayout(num_heads, num_kv_heads, num_ranks, groups)
     attention = HeadAttention(heads, options.transport.rank, size, causal, softmax_scale, kernel)
-    call = _Call(options, attention, qkv, out, rotate)
-    y: torch.Tensor = _Layer.apply(x, qkv.weight, qkv_bias, out.weight, call)
-    return y
+    return _Layer.apply(x, qkv.weight, qkv_bias, out.weight, _Call(options, attention, qkv, out, rotate))
 
 
 class _Call(NamedTuple):
@@ -116,8 +113,7 @@ class _Call(NamedTuple):
         """Views of projected rows `[rows, B, features]`: `[rows, B, Hkv, n, D]` with n queries, one key, one value."""
         ratio = self.heads.queries_per_key
         keys = rows.shape[2] // ((ratio + 2) * self.attention.size)
-        per_key = rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size)
-        return per_key.split([ratio, 1, 1], dim=3)
+        return rows.view(*rows.shape[:2], keys, ratio + 2, self.attention.size).split([ratio, 1, 1], dim=3)
 
     def rotated_back(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of `rotate`. It is linear, so its derivative needs no saved input."""
@@ -214,15 +210,9 @@ class _Layer(torch.autograd.Function):
                 if wgrad is not None:
                     wgrad.add_features(projected, flat, slice(start, stop))
 
-        def fillers() -> Iterator[Callable[[], None]]:
-            if out_wgrad is None:
-                return
-            step = -(-w_out.shape[0] // _FILLERS)
-            for start in range(0, w_out.shape[0], step):
-                yield partial(out_wgrad.add_features, dy, context, slice(start, start + step))
-
+        fillers = () if out_wgrad is None else out_wgrad.pieces(dy, context, _FILLERS)
         all_to_all = options.begin(attention, x, "ulysses_self_attention dgrad", backward=True)
-        all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers())
+        all_to_all.run(produce, attention.backward, consume, flush=flush, fillers=fillers)
         options.observer("dgrad", all_to_all.num_bytes)
         if need_qkv or need_out:
             options.observer("wgrad", 0)

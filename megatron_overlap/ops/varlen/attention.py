@@ -88,8 +88,7 @@ def balanced_attention(
         rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer or unobserved)
-    out: torch.Tensor = _BalancedAttention.apply(q, k, v, options)
-    return out
+    return _BalancedAttention.apply(q, k, v, options)
 
 
 class _BalancedAttention(torch.autograd.Function):

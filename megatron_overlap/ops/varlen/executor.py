@@ -89,13 +89,9 @@ class PassExecutor:
                 continue
             arrival_fs = plan.cost.ring_fs(rows.stop - num_in_place, 1, plan.topology, inter=plan.topology.nodes > 1)
             ends.append(rows.stop)
-
-            def rebalanced(run: Callable[[], None] = run, step: Callable[[], None] = moved.step) -> None:
-                run()
-                step()
-
+            run = partial(moved.step, run)
             queues.rebalanced.append(
-                Task(rebalanced, moved.is_arrived, moved.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
+                Task(run, moved.is_arrived, moved.wait, duration_fs=duration_fs, arrival_fs=arrival_fs)
             )
         return ends
 
@@ -189,14 +185,15 @@ class _MovedRows:
             first_rows = self._in_place
         self._outbound = self._post(self._moves, packed, 0, self._results, first_rows, after, f"{self._name} outbound")
 
-    def step(self) -> None:
-        """Marks the next rows of the results as ready."""
+    def step(self, compute: Callable[[], None]) -> None:
+        """Computes the next rows of the results, and marks them as ready."""
+        compute()
         self._num_steps += 1
         self._outbound.mark_ready(self._num_steps)
 
     def finish(self) -> list[torch.Tensor]:
         """Waits for all messages; returns the results in the linear layout."""
-        self.step()
+        self._outbound.mark_ready(self._num_steps + 1)
         _, wait = self._outbound.needs(0, self._outbound.rounds)
         wait()
         self._outbound.wait_all()

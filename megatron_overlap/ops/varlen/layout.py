@@ -1,12 +1,11 @@
 """Rows of one rank: in its packed micro-batch, in payload buffers, and in the transfers of its messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Self
 
 import torch
 
@@ -22,6 +21,8 @@ from megatron_overlap.schedules.varlen.ring_groups import Payload, RingGroup
 
 type Key = tuple[int, int, int]
 """Number of the plan, payload and ring step; results for an owner have ring step -1."""
+
+Runs = Sequence[slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class OwnRows:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, index: int, rank: int) -> OwnRows:
+    def of(cls, plan: Plan, index: int, rank: int) -> Self:
         """The rows of `rank` in pass `index`."""
         starts, row, part = {}, 0, plan.passes[index]
         for ring in part.rings:
@@ -62,7 +63,7 @@ def rows_in_payload(ring_group: RingGroup, payload: Payload) -> dict[tuple[int, 
     return {key: slice(*run) for key, run in zip(keys, pairwise(accumulate(counts, initial=0)), strict=True)}
 
 
-def join(slices: Sequence[slice]) -> list[slice]:
+def join(slices: Runs) -> list[slice]:
     """The same rows in as few runs as possible; without empty runs."""
     runs: list[slice] = []
     for rows in slices:
@@ -73,20 +74,18 @@ def join(slices: Sequence[slice]) -> list[slice]:
     return runs
 
 
-def pick(x: torch.Tensor, runs: Sequence[slice]) -> torch.Tensor:
+def pick(x: torch.Tensor, runs: Runs) -> torch.Tensor:
     """The rows of `runs`; a view if there is one run."""
     return x[runs[0]] if len(runs) == 1 else torch.cat([x[rows] for rows in runs])
 
 
-def add(total: torch.Tensor, runs: Sequence[slice], term: torch.Tensor) -> None:
+def add(total: torch.Tensor, runs: Runs, term: torch.Tensor) -> None:
     """`total[runs] += term`, in the dtype of `total`."""
     for rows, part in zip(runs, term.split([rows.stop - rows.start for rows in runs]), strict=True):
         total[rows] += part
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, runs: Sequence[slice], term: torch.Tensor, term_lse: torch.Tensor
-) -> None:
+def merge(out: torch.Tensor, lse: torch.Tensor, runs: Runs, term: torch.Tensor, term_lse: torch.Tensor) -> None:
     """Merges attention over further keys into `out[runs]` and `lse[runs]`, both in the accumulation dtype."""
     sizes = [rows.stop - rows.start for rows in runs]
     for rows, part, new in zip(runs, term.split(sizes), term_lse.split(sizes), strict=True):
@@ -141,12 +140,8 @@ class RowMessages:
         Raises:
             TransportError: copies have too few flags for the messages between two ranks.
         """
-
-        def build() -> _Transfers:
-            return _Transfers(transport, plans, sent.places, received, after_work, name)
-
-        prepares = transport.prepares
-        transfers = repeated(transport, (of, received.tensor), build, name) if prepares else build()
+        build = partial(_Transfers, transport, plans, sent.places, received, after_work, name)
+        transfers = repeated(transport, (of, received.tensor), build, name) if transport.prepares else build()
         self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
         self.rounds = [number for _, number in transfers.numbers]
         self._p2p_work: P2PWork = transport.begin(Exchange(transfers, sent.tensor), name)

@@ -1,11 +1,8 @@
 """Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -17,11 +14,9 @@ from megatron_overlap.ops.flash_attention import (
     partial_backward,
     partial_forward,
 )
-from megatron_overlap.ops.varlen.layout import add, merge, pick
+from megatron_overlap.ops.varlen.layout import Runs, add, merge, pick
 from megatron_overlap.schedules.varlen.messages import Traffic
 from megatron_overlap.schedules.varlen.ring_groups import Passing
-
-Runs = Sequence[slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,7 @@ class Shape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shape:
+    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Self:
         """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
@@ -133,8 +128,7 @@ class ForwardPassQ(ForwardPassKV):
 
     def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
         q = rows.view(-1, *self.q.shape[1:])
-        part = partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask)
-        merge(*self._split(result), runs, *part)
+        merge(*self._split(result), runs, *partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask))
 
     def reset(self, result: torch.Tensor) -> None:
         out, lse = self._split(result)

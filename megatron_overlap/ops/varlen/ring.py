@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -152,8 +152,7 @@ def begin_rings(
     ]
     # One operation for all groups of a zone. With several, a stream could receive results of a later group before it
     # sends those of an earlier one, and ranks would wait for each other.
-    zones: tuple[Zone, ...] = ("inter", "intra")
-    batches = {zone: batch for zone in zones if (batch := [run for run in runs if run.zone == zone])}
+    batches = {zone: list(batch) for zone, batch in groupby(runs, key=lambda run: run.zone)}
     # Post all payloads before the first result: payloads need no computation, so no message blocks them.
     posted = [RingRows(batch, f"{name} {zone}-node payload") for zone, batch in batches.items()]
     if attention.traffic.result_bytes:
@@ -195,9 +194,8 @@ class RingRows:
         self.received = Rows(take(f"{name} received", (most, width), like, symmetric=True), places)
         for run in runs:
             run.use(self, results=results)
-        plans = [group.collect if results else group.distribute for group in groups]
-        found = [plan for plan in plans if plan is not None]
-        self.messages = RowMessages(transport, found, self.sent, self.received, self.numbers, places, name)
+        plans = [plan for group in groups if (plan := group.collect if results else group.distribute) is not None]
+        self.messages = RowMessages(transport, plans, self.sent, self.received, self.numbers, places, name)
 
 
 class RingGroupRun:
@@ -235,7 +233,6 @@ class RingGroupRun:
                     self.attention.pack(runs, rows.sent[self.number, index, 0][place])
 
     def enqueue(self, queues: TaskQueues) -> None:
-        """Enqueues the tasks of this ring group."""
         if self._position < 0:
             return
         zone, number, cost, topology = self.zone, self.number, self._options.plan.cost, self._options.plan.topology
@@ -257,8 +254,7 @@ class RingGroupRun:
             is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
             results.append(Task(partial(self._send_result, step), *needs(number, step.rounds), is_runnable))
         for index in self.owned:
-            rounds = self.messages.owner_rounds(index)
-            results.append(Task(partial(self._apply_result, index), *needs(number, rounds)))
+            results.append(Task(partial(self._apply_result, index), *needs(number, self.messages.owner_rounds(index))))
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
         return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])

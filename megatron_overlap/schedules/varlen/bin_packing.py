@@ -38,7 +38,7 @@ class Placement:
     attention_fs: list[int]
     message_fs: list[int]
     tokens: list[int]
-    spilled: bool = False
+    spilled: bool
 
     def evenness(self, linear_fs: int) -> float:
         """The lesser of two balances: of the longer of attention and messages, and of attention with linear layers."""
@@ -95,8 +95,6 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
         other = most_even(spill, hidden_only=True)
         if other is not None and other.evenness(linear_fs) > best.evenness(linear_fs):
             best = other
-    if best is not None:
-        best.spilled = spill is not None
     return best
 
 
@@ -110,7 +108,7 @@ def _attempt(
         hidden_only: do not cut for balance if the messages would take longer than the attention time that they save.
     """
     bins, capacity, message_fs = level.bins, level.capacity, level.message_fs
-    result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins)
+    result = Placement([[] for _ in range(bins)], [0] * bins, [0] * bins, [0] * bins, spill is not None)
     placed, attention, tokens = result.items, result.attention_fs, result.tokens
     fair = max(1, sum(item.attention_fs for item in items) // bins)
     limit = max(1, fair // threshold)

@@ -57,13 +57,10 @@ class MessagePlan:
 
         All ranks have the same number of rounds: messages of a later plan have the same numbers on both ranks.
         """
-        found = defaultdict[int, list[int | None]](lambda: [None, None])
-        for index, message in enumerate(self.messages):
-            for end, slot in ((message.source, 0), (message.to, 1)):
-                if end == rank:
-                    found[message.round][slot] = index
+        sent = {message.round: index for index, message in enumerate(self.messages) if message.source == rank}
+        received = {message.round: index for index, message in enumerate(self.messages) if message.to == rank}
         num_rounds = 1 + max((message.round for message in self.messages), default=-1)
-        return [(found[number][0], found[number][1]) for number in range(num_rounds)]
+        return [(sent.get(number), received.get(number)) for number in range(num_rounds)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +83,7 @@ class Route:
 class MessageScheduler:
     """Collects messages with rows of `row_bytes`, then assigns their rounds.
 
-    Attributes:
-        max_nics: largest number of NICs of a node that a transfer may use; None is all.
+    A transfer uses at most `max_nics` NICs of a node; None is all.
     """
 
     topology: Topology
@@ -135,7 +131,6 @@ class MessageScheduler:
         """Adds one message for each hop of a path of ranks; returns the index of the last one.
 
         Args:
-            payload, step, to_owner: see `Message`.
             rows: first row, and the row after the last.
             after: index of the message that brings the rows to `path[0]`; None if `path[0]` computes them.
             needs: messages that `path[0]` receives before it computes the rows; used if `after` is None.

@@ -55,10 +55,9 @@ class RingMessages:
     def _steps(self, position: int, plan: MessagePlan, offset: int) -> list[RingStep]:
         """The ring steps at a position, by the rounds that bring rows from the step that is `offset` steps earlier."""
         needs: dict[tuple[int, int], list[int]] = {
-            (index, step): []
+            (index, payload.receivers.index(position)): []
             for index, payload in enumerate(self.payloads)
-            for step, receiver in enumerate(payload.receivers)
-            if receiver == position
+            if position in payload.receivers
         }
         for message in plan.messages:
             key = message.payload, message.step + offset
@@ -90,11 +89,8 @@ def received_rows(
     places, num_rows = dict[tuple[int, int, int], slice](), [0] * num_ranks
     for number, group in enumerate(groups):
         for index, payload in enumerate(group.payloads):
-            found = [(receiver, step, payload.rows[step]) for step, receiver in enumerate(payload.receivers)]
-            if results:
-                later = [(receiver, step - 1, rows) for receiver, step, rows in found[1:]]
-                found = [(payload.owner, -1, payload.rows[0]), *later]
-            for position, step, rows in found:
+            stops = (payload.owner, *payload.receivers[1:]) if results else payload.receivers
+            for step, (position, rows) in enumerate(zip(stops, payload.rows, strict=True), -1 if results else 0):
                 rank = group.ring_group.ranks[position]
                 places[number, index, step] = slice(num_rows[rank], num_rows[rank] + rows)
                 num_rows[rank] += rows
@@ -189,8 +185,7 @@ def _collect(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageSc
         for to, first, stop, to_owner in transfers:
             paths = scheduler.route(source, to, stop - first).paths
             for part, rows in _cut(parts[index], first, stop):
-                path = paths[part % len(paths)]
-                added = scheduler.add(path, index, step, rows, needs=needs, to_owner=to_owner)
+                added = scheduler.add(paths[part % len(paths)], index, step, rows, needs=needs, to_owner=to_owner)
                 if not to_owner:
                     received.setdefault((index, step + 1), []).append(added)
     return scheduler.schedule()
@@ -222,9 +217,7 @@ def rebalance_messages(rebalance: Rebalance) -> MessagePlan:
 
 def _parts(payload: Payload, ranks: Sequence[int], scheduler: MessageScheduler) -> list[tuple[int, int]]:
     """The rows of a payload, cut into as many parts as its route with the most NICs and pieces needs."""
-    total, most = payload.rows[0], 1
-    stops = [ranks[payload.owner], *(ranks[position] for position in payload.receivers)]
-    for source, to, rows in zip(stops, stops[1:], payload.rows, strict=False):
-        route = scheduler.route(source, to, rows)
-        most = max(most, len(route.paths) * route.pieces)
+    total, stops = payload.rows[0], [ranks[position] for position in (payload.owner, *payload.receivers)]
+    routes = map(scheduler.route, stops, stops[1:], payload.rows)
+    most = max(len(route.paths) * route.pieces for route in routes)
     return [part for part in pairwise(total * part // most for part in range(most + 1)) if part[0] < part[1]]

@@ -41,9 +41,8 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     """
     cost = cost or CostModel()
     check_room(lengths, topology, capacity)
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    sizes = [(document, lengths[document]) for document in order if lengths[document]]
-    items = [Item(length, length, document, cost.share_fs(length, length)) for document, length in sizes]
+    items = [Item(n, n, document, cost.share_fs(n, n)) for document, n in enumerate(lengths) if n]
+    items.sort(key=lambda item: item.tokens, reverse=True)
     groups = _to_passes(items, topology.ranks * capacity, cost)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())
@@ -74,8 +73,7 @@ def _to_passes(items: list[Item], room: int, cost: CostModel) -> list[list[Item]
     """Distributes whole documents over passes, attention time and tokens balanced, in as few passes as fit."""
     fewest = max(1, -(-sum(item.tokens for item in items) // room))
     for count in range(fewest, fewest + _MORE_PASSES + 1):
-        found = place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)
-        if found is not None:
+        if (found := place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)) is not None:
             return found.items
     return _first_fit(items, room)
 

@@ -45,7 +45,6 @@ class Ring:
         return self.bounds[-1]
 
     def chunk_length(self, chunk: int) -> int:
-        """Tokens of a chunk."""
         return self.bounds[chunk + 1] - self.bounds[chunk]
 
     def chunks(self, position: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -54,7 +53,6 @@ class Ring:
         return (self.bounds[position], self.bounds[position + 1]), (self.bounds[late], self.bounds[late + 1])
 
     def tokens(self, position: int) -> int:
-        """Tokens of the member at `position`."""
         return sum(stop - start for start, stop in self.chunks(position))
 
     def pairs(self, position: int) -> int:
@@ -167,11 +165,9 @@ class Balance:
 def loads(plan: Plan, index: int) -> list[Load]:
     """The load of every rank in pass `index`. Each ring member receives all chunks that it does not hold."""
     cost, topology, lengths = plan.cost, plan.topology, plan.lengths
-    attention, message = [0] * topology.ranks, [0] * topology.ranks
-    part = plan.passes[index]
+    part, message = plan.passes[index], [0] * topology.ranks
     whole = {length: cost.attention_fs(length * (length + 1) // 2, length) for length in set(lengths)}
-    for rank, documents in enumerate(part.local):
-        attention[rank] = sum(whole[lengths[document]] for document in documents)
+    attention = [sum(whole[lengths[document]] for document in documents) for documents in part.local]
     for ring in part.rings:
         hops, inter = len(ring.ranks) - 1, ring.zone == "inter"
         for position, rank in enumerate(ring.ranks):

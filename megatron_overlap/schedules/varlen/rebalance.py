@@ -6,10 +6,9 @@ the optimum of a transport problem with two costs, inside and between nodes: the
 the surpluses, and as many of them stay inside their node as its surplus and its need allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_overlap.schedules.varlen.plan import Piece, Plan
 from megatron_overlap.schedules.varlen.topology import Topology
@@ -46,13 +45,14 @@ class Rebalance:
     after: tuple[int, ...]
     moves: tuple[Move, ...]
 
-    def inverse(self) -> Rebalance:
+    def inverse(self) -> Self:
         """The moves that return every row; also those of the gradients."""
         moves = [
             replace(move, source=move.to, to=move.source, start=move.at, stop=move.at + move.rows, at=move.start)
             for move in self.moves
         ]
-        return Rebalance(self.after, self.before, tuple(sorted(moves, key=lambda move: (move.source, move.start))))
+        moves.sort(key=lambda move: (move.source, move.start))
+        return replace(self, before=self.after, after=self.before, moves=tuple(moves))
 
 
 def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] | None = None) -> Rebalance:
@@ -142,16 +142,15 @@ def slice_pieces(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Pie
 def _match(ranks: Sequence[int], surplus: list[int], need: list[int]) -> list[tuple[int, int, int]]:
     """Moves (source, to, rows) between these ranks until no surplus or no need is left; subtracts them from both."""
     pairs = []
-    takers = iter([rank for rank in ranks if need[rank]])
-    taker = next(takers, None)
+    takers = [rank for rank in reversed(ranks) if need[rank]]
     for source in ranks:
-        while surplus[source] and taker is not None:
-            rows = min(surplus[source], need[taker])
-            pairs.append((source, taker, rows))
+        while surplus[source] and takers:
+            rows = min(surplus[source], need[takers[-1]])
+            pairs.append((source, takers[-1], rows))
             surplus[source] -= rows
-            need[taker] -= rows
-            if not need[taker]:
-                taker = next(takers, None)
+            need[takers[-1]] -= rows
+            if not need[takers[-1]]:
+                takers.pop()
     return pairs
 
 

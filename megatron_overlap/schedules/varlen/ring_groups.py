@@ -103,7 +103,7 @@ def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int 
 
 def payloads(ring_group: RingGroup, passing: Passing, window: int | None) -> tuple[Payload, ...]:
     """The payloads of a ring group, by owner: one, or two if the receivers of its chunks are not nested."""
-    size = len(ring_group.ranks)
+    size, chunks_of = len(ring_group.ranks), ring_group.chunks_of
     filled = [any(ring.chunk_length(chunk) for ring in ring_group.rings) for chunk in range(2 * size)]
 
     def is_needed(travelling: int, local: int) -> bool:
@@ -114,13 +114,11 @@ def payloads(ring_group: RingGroup, passing: Passing, window: int | None) -> tup
 
     def receivers_of(chunk: int, owner: int) -> tuple[int, ...]:
         others = ((owner - step) % size for step in range(1, size))
-        return tuple(
-            position for position in others if any(is_needed(chunk, own) for own in ring_group.chunks_of(position))
-        )
+        return tuple(position for position in others if any(is_needed(chunk, own) for own in chunks_of(position)))
 
     result = []
     for owner in range(size):
-        paths = [(receivers_of(chunk, owner), chunk) for chunk in ring_group.chunks_of(owner)]
+        paths = [(receivers_of(chunk, owner), chunk) for chunk in chunks_of(owner)]
         paths = sorted((item for item in paths if item[0]), key=lambda item: (-len(item[0]), item[1]))
         nested = len(paths) == 2 and paths[0][0][: len(paths[1][0])] == paths[1][0]
         for group in [paths] if nested else [[item] for item in paths]:

@@ -108,8 +108,6 @@ class CostModel:
 
     def ring_fs(self, tokens: int, hops: int, topology: Topology, *, inter: bool) -> int:
         """Time to receive the keys and values of `tokens` tokens in `hops` ring steps."""
-        if hops == 0:
-            return 0
         gbps, latency_us = topology.intra_gbps, topology.intra_latency_us
         if inter:
             nics = topology.nics_per_node if topology.routing else 1

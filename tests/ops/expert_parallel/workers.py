@@ -200,13 +200,13 @@ class _NotedTransport(LateTransport):
         self._events.append(op)
         work = super().begin(transfers, op)
         if self._messages:
-            wait, mark_ready, dispatch = work.wait, work.mark_ready, list(range(len(transfers) // 2))
+            wait, mark_ready, dispatch = work.wait, work.mark_ready, set(range(len(transfers) // 2))
 
-            def noted_wait(message: int) -> None:
-                if message in dispatch:
-                    dispatch.remove(message)
+            def noted_wait(*messages: int) -> None:
+                if not dispatch.isdisjoint(messages):
+                    dispatch.difference_update(messages)
                     self._events.append("received")
-                wait(message)
+                wait(*messages)
 
             def noted_mark_ready(work_done: int) -> None:
                 self._events.append("results")
