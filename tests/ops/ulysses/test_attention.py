@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_overlap.ops import UlyssesPlan
+from megatron_overlap.ops.flash_attention import sequence_backward, sequence_forward
 from megatron_overlap.schedules.ulysses import AllToAllPattern
 from tests.helpers.world import World
 from tests.ops.ulysses import attention_workers as workers
@@ -155,6 +156,14 @@ def test_layer_options(world: World, num_groups: int, dtype: torch.dtype) -> Non
 
 def test_activation_recomputation(world: World) -> None:
     assert world.run(2, workers.compare_recomputation) == [[True] * 4] * 2
+
+
+def test_attention_without_rows() -> None:
+    """The kernel of the CPU would end the process."""
+    query, key = torch.empty(0, 2, 4, HEAD_SIZE), torch.empty(0, 2, 2, HEAD_SIZE)
+    out, saved = sequence_forward(query, key, key, causal=True, scale=1.0)
+    gradients = sequence_backward(saved, out, causal=True, scale=1.0)
+    assert [each.shape for each in (out, *gradients)] == [each.shape for each in (query, query, key, key)]
 
 
 def test_invalid_arguments_name_the_argument(world: World) -> None:
