@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,10 +74,16 @@ def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> 
 
 
 @contextmanager
-def replaced_forward(module: Any, forward: Method) -> Iterator[None]:
-    """Replaces the `forward` of one module inside the context. Hooks on the module still run."""
-    module.forward = forward
+def replaced(names: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
+    """Replaces items of `names` inside the context, such as attributes of an object, `vars(module)`.
+
+    Hooks on a module with another `forward` still run.
+    """
+    before = {name: names[name] for name in values if name in names}
+    names.update(values)
     try:
         yield
     finally:
-        del module.forward
+        for name in values.keys() - before.keys():
+            del names[name]
+        names.update(before)

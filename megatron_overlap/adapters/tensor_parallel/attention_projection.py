@@ -22,7 +22,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
     unsupported_te_reason,
 )
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, untraced
+from megatron_overlap.adapters.wrapping import Method, replaced, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -48,10 +48,8 @@ def attention_forward(original: Method, session: Session) -> Method:
             adapter.hooks(_KIND, _OP, x, self.linear_proj.weight).fallback(reason)
             return original(self, *args, **kwargs)
         joint = _JointCall(self.core_attention, self.linear_proj, adapter)
-        with (
-            replaced_forward(self.core_attention, joint.core_attention),
-            replaced_forward(self.linear_proj, joint.projection),
-        ):
+        core, projection = vars(self.core_attention), vars(self.linear_proj)
+        with replaced(core, forward=joint.core_attention), replaced(projection, forward=joint.projection):
             return original(self, *args, **kwargs)
 
     return forward

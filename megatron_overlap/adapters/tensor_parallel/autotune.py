@@ -17,7 +17,7 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
-from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_recomputed_by_torch, replaced
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import MAX_KINDS, Autotuner, Kind
@@ -258,11 +258,8 @@ class LinearAutotuner(GroupAutotuners):
             # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
             for kind in separate if not sharded else ():
                 kind.step = Step(kind.search.selected.candidate)
-            self.paused = autotuner.kinds[kind_of_block].search.measuring
-            try:
+            with replaced(vars(self), paused=autotuner.kinds[kind_of_block].search.measuring):
                 return run(candidate)
-            finally:
-                self.paused = False
 
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
         kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)

@@ -9,7 +9,6 @@ backward it starts the all-gather of each part's gradient, which the embedding w
 
 import functools
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -37,7 +36,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     PendingPart,
 )
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
-from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced_forward, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.session import Session
 
@@ -68,12 +67,10 @@ def block_forward(original: Method, session: Session) -> Method:
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            adapter.split = used = _SPLITS.get(candidate, "none")
+            used = _SPLITS.get(candidate, "none")
             given = _with_embedding(kwargs, layer_handoff) if used == "none" else kwargs
-            try:
+            with replaced(vars(adapter), split=used):
                 output = recorded(self, *args, **given)
-            finally:
-                adapter.split = "none"
             if self.config.recompute_granularity == "full":
                 _recompute_with(adapter, used, output)
             return output
@@ -261,11 +258,12 @@ def model_forward(original: Method, session: Session) -> Method:
             """`LanguageModelEmbedding.forward`, up to the sum over ranks."""
             return layer_handoff.put(PendingEmbedding(words(input_ids), words.tp_group))
 
-        with ExitStack() as replaced:
-            replaced.enter_context(replaced_forward(words, functools.partial(_own_terms, words)))
-            replaced.enter_context(replaced_forward(embedding, pending))
-            replaced.callback(layer_handoff.drop)
-            return original(self, *args, **kwargs)
+        own_terms = functools.partial(_own_terms, words)
+        with replaced(vars(words), forward=own_terms), replaced(vars(embedding), forward=pending):
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                layer_handoff.drop()
 
     return forward
 

@@ -8,8 +8,8 @@ selected operation is compared with its reference. A call that a CUDA graph capt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
 )
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
+from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
 from megatron_overlap.comm import PART_CHANNELS, Transport
 from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
@@ -237,25 +238,15 @@ class LinearAdapter(Adapter):
             self._candidates[candidate] = backend
         return backend
 
-    @contextmanager
     def assign(
         self, layers: Iterable[torch.nn.Module | None], run: Callable[[LinearCall], LayerOutput]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Runs the calls of `layers` by `run` inside the context."""
-        self.assigned = {layer: run for layer in layers if layer is not None}
-        try:
-            yield
-        finally:
-            self.assigned = {}
+        return replaced(vars(self), assigned={layer: run for layer in layers if layer is not None})
 
-    @contextmanager
-    def unread(self, layer: torch.nn.Module) -> Iterator[None]:
+    def unread(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         """Inside the context no code reads the output of the row-parallel `layer`. The same on every rank."""
-        self._unread = layer
-        try:
-            yield
-        finally:
-            self._unread = None
+        return replaced(vars(self), _unread=layer)
 
     def step_ended(self) -> None:
         # An exception may have left the state of its backward pass.
