@@ -35,14 +35,11 @@ _OP = "expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One `MoELayer`; `name` is its name in the report.
-
-    Without `experts` the layer does not run overlapped; `reason` is the cause where it communicates.
-    """
+    """One `MoELayer`, with its name in the report."""
 
     name: str
-    experts: LayerExperts | None
-    reason: str | None
+    experts: LayerExperts | None  # None if the layer does not run overlapped
+    reason: str | None  # the cause, where it communicates
 
 
 @dataclass(slots=True)
@@ -198,7 +195,6 @@ class ExpertAdapter(Adapter):
         return call
 
     def drop(self) -> None:
-        """See `Adapter`."""
         self.autotuner.drop()
         self._calls.clear()
 

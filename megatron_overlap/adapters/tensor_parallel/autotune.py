@@ -33,10 +33,7 @@ _grad_enabled = torch.is_grad_enabled
 
 @dataclass(slots=True)
 class _StockCalls:
-    """Calls of a layer in one kind of pass that run the stock path.
-
-    Their inputs have `least` elements or more, and fewer than `below`.
-    """
+    """Calls of a layer in one kind of pass that run the stock path: those with `least` <= input elements < `below`."""
 
     least: float
     below: float
@@ -102,7 +99,7 @@ class GroupAutotuners:
 class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: run a call with the candidate that its autotuner names.
 
-    Steps of the reference check `check` are not timed. While `paused`, linear layers run their selection untimed,
+    Steps of the reference check are not timed. While `paused`, linear layers run their selection untimed,
     because the block around them is compared.
     """
 
@@ -111,11 +108,10 @@ class LinearAutotuner(GroupAutotuners):
         session: Session,
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
-        check: Check,
         transport: Callable[[dist.ProcessGroup], Transport],
     ) -> None:
         super().__init__(session, session.config.tensor.method)
-        self._check, self._transport = check, transport
+        self._check, self._transport = session.adapter(Check), transport
         self._forward_only = ForwardOnlyCalls(transport)
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
         # Group, input and its version, and candidate of the last column-parallel call.
@@ -272,7 +268,6 @@ class LinearAutotuner(GroupAutotuners):
         return output
 
     def drop(self) -> None:
-        """See `GroupAutotuners`."""
         super().drop()
         self._forward_only, self._last = ForwardOnlyCalls(self._transport), None
         self._stock_calls.clear()
@@ -285,11 +280,9 @@ class LinearAutotuner(GroupAutotuners):
         return None
 
     def lines(self) -> tuple[AutotuneLine, ...]:
-        """See `GroupAutotuners`."""
         return *super().lines(), *self._forward_only.lines()
 
     def line(self, kind: Kind) -> AutotuneLine:
-        """See `GroupAutotuners`."""
         line = super().line(kind)
         if kind.call in self._replaced and kind.search.measuring:
             return replace(line, reason="not measured to the end: its block runs in batch overlap")

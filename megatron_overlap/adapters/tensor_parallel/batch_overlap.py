@@ -30,7 +30,6 @@ from megatron_overlap.adapters.tensor_parallel.eligibility import (
 )
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     InputPart,
-    LayerHandoff,
     PendingEmbedding,
     PendingOutput,
     PendingPart,
@@ -67,8 +66,9 @@ def block_forward(original: Method, session: Session) -> Method:
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            used = _SPLITS.get(candidate, "none")
-            given = _with_embedding(kwargs, layer_handoff) if used == "none" else kwargs
+            used, given = _SPLITS.get(candidate, "none"), kwargs
+            if used == "none" and (pending := layer_handoff.take(kwargs.get("hidden_states"))) is not None:
+                given = {**kwargs, "hidden_states": _whole(pending)}
             with replaced(vars(adapter), split=used):
                 output = recorded(self, *args, **given)
             if self.config.recompute_granularity == "full":
@@ -190,12 +190,6 @@ def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     if node is not None:
         node.register_prehook(begin)
-
-
-def _with_embedding(arguments: dict[str, Any], layer_handoff: LayerHandoff) -> dict[str, Any]:
-    """The keyword arguments of a block, with the complete output of the embedding if that is pending."""
-    pending = layer_handoff.take(arguments.get("hidden_states"))
-    return arguments if pending is None else {**arguments, "hidden_states": _whole(pending)}
 
 
 def _whole(pending: PendingOutput | PendingEmbedding) -> torch.Tensor:

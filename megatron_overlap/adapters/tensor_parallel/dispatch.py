@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,14 +91,12 @@ class LinearAdapter(Adapter):
         self._transports: dict[dist.ProcessGroup, Transport] = {}
         self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
-        self._fused_transports = FusedTransports(session, partial(open_transport, session))
+        self._fused_transports = FusedTransports(session)
         self._p2p = P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
-        self.autotuner = LinearAutotuner(
-            session, self.run_candidate, self._fused.candidates, self.check, self.transport
-        )
+        self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.transport)
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
-        self._candidates: dict[Candidate, OverlapBackend] = {}
+        self._backend = cache(self._new_backend)
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
         self._unlisted = dict(_NOT_OVERLAPPED)
 
@@ -227,16 +225,11 @@ class LinearAdapter(Adapter):
         """Runs `call` with a candidate of the autotuner."""
         return _run_stock(call) if candidate == STOCK else self.run_overlapped(call, self._backend(candidate))
 
-    def _backend(self, candidate: Candidate) -> OverlapBackend:
-        backend = self._candidates.get(candidate)
-        if backend is None:
-            if candidate.method == "fused":
-                backend = FusedBackend(self._fused_transports, candidate.knobs)
-            else:
-                chunks = candidate.chunks_per_rank
-                backend = P2PBackend(self, replace(self.plan, pattern=candidate.pattern, chunks_per_rank=chunks))
-            self._candidates[candidate] = backend
-        return backend
+    def _new_backend(self, candidate: Candidate) -> OverlapBackend:
+        if candidate.method == "fused":
+            return FusedBackend(self._fused_transports, candidate.knobs)
+        plan = replace(self.plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
+        return P2PBackend(self, plan)
 
     def assign(
         self, layers: Iterable[torch.nn.Module | None], run: Callable[[LinearCall], LayerOutput]
@@ -305,21 +298,21 @@ class P2PBackend:
 
 
 class FusedTransports:
-    """The symmetric memory of each group that has it. `messages` opens messages between nodes, as of `open_fused`."""
+    """The symmetric memory of each group that has it."""
 
-    def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
-        self.hopper = session.config.tensor.kernels == "hopper"
-        self._counters, self._messages, self._timeout_s = session.counters, messages, session.config.timeout_s
+    def __init__(self, session: Session) -> None:
+        self._session, self.hopper = session, session.config.tensor.kernels == "hopper"
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if session.config.tensor.method == "fused":
-            self._counters.symmetric_memory = self.memory
+            session.counters.symmetric_memory = self.memory
 
     def open(self, group: dist.ProcessGroup) -> FusedTransport | str:
         """The fused transport of `group`, or the reason that it has none. The first call is collective."""
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = open_fused(group, self._messages, timeout_s=self._timeout_s)
-            self._counters.symmetric_memory = self.memory
+            messages, timeout_s = partial(open_transport, self._session), self._session.config.timeout_s
+            transport = self._transports[group] = open_fused(group, messages, timeout_s=timeout_s)
+            self._session.counters.symmetric_memory = self.memory
         return transport
 
     def memory(self) -> list[SymmetricMemory]:

@@ -1,6 +1,5 @@
 """Every reason that keeps a tensor-parallel call on the stock path. The report prints these texts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -281,12 +280,6 @@ def reads_only_sum(layer: Any) -> bool:
     return not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
-def _rotary_angles(arguments: dict[str, Any]) -> Sequence[torch.Tensor | None]:
-    """The rotary angles of queries and keys `[S, 1, 1, D]`; with `[S, B, 1, D]` each sequence has its own."""
-    angles = arguments.get("rotary_pos_emb")
-    return angles if isinstance(angles, tuple) else (angles,)
-
-
 def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
     """The linear layers of a transformer layer with QKV in one of them, column- and row-parallel in turn."""
     attention, mlp = layer.self_attention, layer.mlp
@@ -339,7 +332,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
             return "a row-parallel layer adds its bias itself"
     if repeats_weights(layer):
         return "--mtp-use-repeated-layer: a weight has several gradients in a pass"
-    if any(each is not None and each.shape[1] > 1 for each in _rotary_angles(arguments)):
+    angles = arguments.get("rotary_pos_emb")  # `[S, 1 or B, 1, D]`, or those of queries and those of keys
+    if any(each is not None and each.shape[1] > 1 for each in (angles if isinstance(angles, tuple) else (angles,))):
         return "each sequence has rotary angles of its own"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
         return "the kernel of another layer adds the residual"

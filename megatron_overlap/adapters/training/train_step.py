@@ -67,7 +67,6 @@ class StepRecorder(Adapter):
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        """See `Adapter`."""
         with self._writing():
             self._steps.close()
         if self._traced is not None:

@@ -113,10 +113,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of `DotProductAttention`.
-
-    Raises VarlenError for an unsupported option.
-    """
+    """Core attention of a layer spec, as `DotProductAttention`. Raises VarlenError for an unsupported option."""
 
     def __init__(
         self,
