@@ -12,13 +12,8 @@ from megatron.core.transformer.moe import experts as moe_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    te_quantizes,
-    unsupported_tensors_reason,
-)
 from megatron_overlap.adapters.wrapping import run_pre_hooks
 from megatron_overlap.config.megatron_args import TWO_MICROBATCHES
 from megatron_overlap.ops import MLPExperts
@@ -152,14 +147,14 @@ class LayerExperts:
 
     def unsupported_reason(self, hidden_states: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """The reason in one call; None if it is overlapped."""
-        if te_quantizes():
+        if eligibility.te_quantizes():
             return "fp8: TransformerEngine quantizes the rows of the experts"
         if any(self.hooks) or any("forward" in attributes for attributes in self.attributes):
             return "a hook reads the output of an expert, or its forward is replaced"
-        if is_capturing(hidden_states):
-            return CAPTURED
+        if eligibility.is_capturing(hidden_states):
+            return eligibility.CAPTURED
         _, parameters, name = self.fc1[0]
-        return unsupported_tensors_reason(hidden_states, parameters[name], group)
+        return eligibility.unsupported_tensors_reason(hidden_states, parameters[name], group)
 
     def begin(self, hidden_states: torch.Tensor) -> MLPExperts:
         """Runs the pre-hooks of all modules; returns the weights with the destinations of their gradients."""

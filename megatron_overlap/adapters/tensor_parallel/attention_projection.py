@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    is_te_linear,
-    unsupported_attention_reason,
-    unsupported_core_attention_reason,
-    unsupported_row_reason,
-    unsupported_te_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
 from megatron_overlap.adapters.wrapping import Method, replaced, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
@@ -42,7 +34,7 @@ def attention_forward(original: Method, session: Session) -> Method:
         if kwargs.get("inference_context") is not None:  # Megatron's transformer layer gives it by name
             session.counters.exclude("query split", _GENERATION)
             return original(self, *args, **kwargs)
-        reason = unsupported_attention_reason(self)
+        reason = eligibility.unsupported_attention_reason(self)
         if reason is not None:
             x = args[0] if args else kwargs["hidden_states"]
             adapter.hooks(_KIND, _OP, x, self.linear_proj.weight).fallback(reason)
@@ -70,12 +62,12 @@ class _JointCall:
         """The forward of the core attention: stores its operands."""
         layer, adapter = self._projection, self._adapter
         reason = (
-            (CAPTURED if is_capturing(query) else None)
-            or unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
+            (eligibility.CAPTURED if eligibility.is_capturing(query) else None)
+            or eligibility.unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
             or (
-                unsupported_te_reason(layer, query)
-                if is_te_linear(layer)
-                else unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
+                eligibility.unsupported_te_reason(layer, query)
+                if eligibility.is_te_linear(layer)
+                else eligibility.unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
             )
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )
@@ -99,7 +91,7 @@ class _JointCall:
             )
         layer, core, adapter = self._projection, self._core, self._adapter
         projection = projection_of(layer, layer.weight)
-        if is_te_linear(layer):
+        if eligibility.is_te_linear(layer):
             layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
         softmax = getattr(core, "scale_mask_softmax", None)  # TransformerEngine's attention has none.
         output = attention_linear_reduce_scatter(

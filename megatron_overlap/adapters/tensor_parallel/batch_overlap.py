@@ -17,17 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.dispatch import EMBEDDING, LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, Division, sequence_division
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    GENERATION,
-    is_capturing,
-    linears_of,
-    reads_only_sum,
-    unsupported_gradient_reason,
-    unsupported_layer_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
     InputPart,
     PendingEmbedding,
@@ -87,7 +79,7 @@ def block_forward(original: Method, session: Session) -> Method:
             if reason is None:
                 embedding = layer_handoff.stored(x)
                 leaf = embedding.terms if isinstance(embedding, PendingEmbedding) else x
-                reason = unsupported_gradient_reason(self, leaf)
+                reason = eligibility.unsupported_gradient_reason(self, leaf)
             if reason is None:
                 return adapter.autotuner.run_block(self.layers, x, run, overlap, leaf)
             reasons.append(reason)
@@ -98,7 +90,7 @@ def block_forward(original: Method, session: Session) -> Method:
         communicates = self.config.tensor_model_parallel_size > 1 and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
         if runs_measured and kwargs.get("inference_context") is not None:
-            session.counters.exclude("batch overlap", GENERATION)
+            session.counters.exclude("batch overlap", eligibility.GENERATION)
             runs_measured = False
         if runs_measured and adapter.autotuner.compares_blocks:
             return measured(self, *args, **kwargs)
@@ -121,7 +113,7 @@ def layer_forward(original: Method, session: Session) -> Method:
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         if arguments.get("inference_context") is not None:
-            session.counters.exclude("batch overlap", GENERATION)
+            session.counters.exclude("batch overlap", eligibility.GENERATION)
             return original(self, *args, **kwargs)
         x = arguments["hidden_states"]
         pending = layer_handoff.take(x)
@@ -130,7 +122,7 @@ def layer_forward(original: Method, session: Session) -> Method:
         # Also for a pending output: the layer before it cannot see in which precision this one runs.
         unknown = len(args) > len(_POSITIONAL)
         reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter, adapter.split)
-        reason = reason or unsupported_gradient_reason(self, x)
+        reason = reason or eligibility.unsupported_gradient_reason(self, x)
         if reason is not None:
             session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
             if pending is not None:
@@ -156,7 +148,7 @@ def layer_forward(original: Method, session: Session) -> Method:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = original if adapter.split == "none" else split
-        if skips_outputs and layer_handoff.is_unread(self) and reads_only_sum(self):
+        if skips_outputs and layer_handoff.is_unread(self) and eligibility.reads_only_sum(self):
             with adapter.unread(self.mlp.linear_fc2):
                 return run(self, *args, **kwargs)
         return run(self, *args, **kwargs)
@@ -201,17 +193,17 @@ def _whole(pending: PendingOutput | PendingEmbedding) -> torch.Tensor:
 
 def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter, split: str) -> str | None:
     """The reason that a layer runs on the whole micro-batch; None if it supports `split`."""
-    if is_capturing(arguments["hidden_states"]):
-        return CAPTURED
+    if eligibility.is_capturing(arguments["hidden_states"]):
+        return eligibility.CAPTURED
     if adapter.fused:
         return "method fused does not split the batch"
-    reason = unsupported_layer_reason(layer, arguments, split)
+    reason = eligibility.unsupported_layer_reason(layer, arguments, split)
     if reason is not None or not layer.config.sequence_parallel:
         return reason
     if adapter.splits_queries:
         return "attention query_split hides the reduce-scatter of the output projection"
     x = arguments["hidden_states"]
-    for op, linear in zip(("ag_gemm", "gemm_rs") * 2, linears_of(layer), strict=True):
+    for op, linear in zip(("ag_gemm", "gemm_rs") * 2, eligibility.linears_of(layer), strict=True):
         if reason := adapter.unsupported_reason(x, linear.weight, linear.tp_group, op):
             return reason
     return None
@@ -279,7 +271,7 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     if len(args) > len(_MODEL_POSITIONAL):
         return "positional arguments"
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
-        return GENERATION
+        return eligibility.GENERATION
     given = [name for name in _READERS if kwargs.get(name) is not None]
     if given:
         return f"the model is called with {', '.join(given)}"
@@ -292,8 +284,8 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     captures = getattr(config, "cuda_graph_impl", "none") != "none"
     if config.fp8 or getattr(config, "fp4", None) or config.cpu_offloading or captures:
         return "the block converts, offloads or captures its input"
-    if is_capturing(words.weight):
-        return CAPTURED
+    if eligibility.is_capturing(words.weight):
+        return eligibility.CAPTURED
     if not (embedding.reduce_scatter_embeddings and words.reduce_scatter_embeddings):
         return "position embeddings are added before the reduce-scatter"
     if embedding.config.fp32_residual_connection or getattr(embedding.config, "use_mup", False):
