@@ -55,10 +55,8 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 def is_pre_hooked(module: torch.nn.Module) -> bool:
     """Whether a forward pre-hook may change the input of `module`. Those of Megatron wait for parameters."""
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_CHANGES)
-        for hook in module._forward_pre_hooks.values()
-    )
+    hooks = module._forward_pre_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_CHANGES) for hook in hooks)
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:

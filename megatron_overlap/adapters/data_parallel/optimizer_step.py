@@ -137,11 +137,8 @@ def _in_forward_order(optimizer: Any) -> list[Any]:
     ordered = []
     for chunk in optimizer.model_chunks:
         position = {parameter: index for index, parameter in enumerate(chunk.module.parameters())}
-        groups = [
-            bucket_group
-            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-            if all(id(bucket) in own for bucket in bucket_group.buckets)
-        ]
+        of_chunk = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        groups = [one for one in of_chunk if all(id(bucket) in own for bucket in one.buckets)]
         ordered += sorted(groups, key=lambda one: min(position[parameter] for parameter in one.params))
     found = {id(bucket) for bucket_group in ordered for bucket in bucket_group.buckets}
     return ordered if found == own else []

@@ -327,15 +327,11 @@ def _pass_of(layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> t
 
 def _kind_of(call: LinearCall) -> Call:
     x, weight = call.x, call.weight
-    return Call(
-        call.op,
-        gathered_rows(x, call.group.size() if call.op == "ag_gemm" else 1),
-        weight.shape[1],
-        weight.shape[0],
-        str(x.dtype).removeprefix("torch."),
-        backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
-        variant="frozen" if not weight.requires_grad else "main_grad" if call.main_grad is not None else "",
-    )
+    rows = gathered_rows(x, call.group.size() if call.op == "ag_gemm" else 1)
+    dtype = str(x.dtype).removeprefix("torch.")
+    backward = _grad_enabled() and (x.requires_grad or weight.requires_grad)
+    variant = "frozen" if not weight.requires_grad else "main_grad" if call.main_grad is not None else ""
+    return Call(call.op, rows, weight.shape[1], weight.shape[0], dtype, backward, variant)
 
 
 def _inside(kinds: Sequence[Kind], layers: Sequence[Any]) -> Sequence[Kind]:

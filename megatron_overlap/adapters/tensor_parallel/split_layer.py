@@ -282,22 +282,12 @@ class SplitLayer:
         return steps
 
     def _step(self, block: _Block, source: PendingPart, number: int) -> _Step:
-        adapter = self._adapter
+        deferred, saves, serial = self._deferred_wgrad, self._adapter.plan.save_gathered, self._adapter.serial
         messages: PartMessages
         if self._gathers:
-            messages = GatherScatterMessages(
-                self._transports[number],
-                self._deferred_wgrad,
-                save_gathered=adapter.plan.save_gathered,
-                serial=adapter.serial,
-                gathers=self._part_gathers,
-            )
+            own, gathers = self._transports[number], self._part_gathers
+            messages = GatherScatterMessages(own, deferred, save_gathered=saves, serial=serial, gathers=gathers)
         else:
-            messages = AllReduceMessages(
-                self._group,
-                self._buffer_pool,
-                self._deferred_wgrad,
-                num_wgrads=block.num_wgrads[number],
-                serial=adapter.serial,
-            )
-        return _Step(block, adapter, source, messages)
+            num_wgrads = block.num_wgrads[number]
+            messages = AllReduceMessages(self._group, self._buffer_pool, deferred, num_wgrads=num_wgrads, serial=serial)
+        return _Step(block, self._adapter, source, messages)
