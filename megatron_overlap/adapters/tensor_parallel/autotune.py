@@ -150,11 +150,7 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call with its candidate.
-
-        A column-parallel call with the input of the call before it shares the gathered input. It takes the candidate of
-        that call, untimed.
-        """
+        """Runs a call with its candidate, or untimed with that of the call before if both gather the same input."""
         x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
         shared = self._candidate_of_same(group, x) if gathers else None
@@ -211,10 +207,7 @@ class LinearAutotuner(GroupAutotuners):
 
     @property
     def compares_blocks(self) -> bool:
-        """Whether a block of layers may run in batch overlap in this pass.
-
-        A pass without gradients needs a linear layer that has been measured in such a pass.
-        """
+        """Whether blocks may run in batch overlap. A pass without gradients needs a linear layer measured in one."""
         if not self.enabled or _grad_enabled():
             return self.enabled
         kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())

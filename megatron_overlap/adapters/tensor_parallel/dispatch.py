@@ -32,7 +32,7 @@ from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_on
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
-from megatron_overlap.comm import PART_CHANNELS, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
@@ -65,10 +65,12 @@ class LinearAdapter(Adapter):
         assigned: what runs the calls of a layer in batch overlap, for the time of one call.
         split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
+        transports: the open ones of `transport`, by group.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._counters = session, session.counters
+        super().__init__(session)
+        self._counters = session.counters
         tensor, deterministic = session.config.tensor, session.config.deterministic
         # On the CPU a ring asks which messages are complete. A deterministic run must not depend on that.
         auto: Pattern | None = "direct" if deterministic else None
@@ -88,7 +90,7 @@ class LinearAdapter(Adapter):
         self.split = self._configured_split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
-        self._transports: dict[dist.ProcessGroup, Transport] = {}
+        self.transports: dict[dist.ProcessGroup, Transport] = {}
         self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
         self._fused_transports = FusedTransports(session)
@@ -102,22 +104,12 @@ class LinearAdapter(Adapter):
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
-        transport = self._transports.get(group)
+        transport = self.transports.get(group)
         if transport is None:
             # The tree of sums is over all ranks of a group, and not over those of a host.
-            transport = open_device_transport(self._session, group, over_nodes=not self.tp_invariant)
-            self._transports[group] = transport
+            transport = open_device_transport(self.session, group, over_nodes=not self.tp_invariant)
+            self.transports[group] = transport
         return transport
-
-    def is_capturable(self, group: dist.ProcessGroup) -> bool:
-        """Whether a CUDA graph can capture an operation on `group`, whose transport must be open."""
-        transport = self._transports.get(group)
-        return transport is not None and transport.capturable
-
-    def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:
-        """The transports of the parts of a split micro-batch, as `transport`."""
-        first, second = (open_transport(self._session, group, channel) for channel in PART_CHANNELS)
-        return first, second
 
     def part_gathers(self, group: dist.ProcessGroup) -> PartGathers | None:
         """The all-gathers of the parts by copy engines; None where the group has none."""
@@ -248,7 +240,7 @@ class LinearAdapter(Adapter):
 
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
-        for transports in (self._transports, self._part_gathers):
+        for transports in (self.transports, self._part_gathers):
             transports.clear()
         self._fused_transports.close()
 
@@ -275,7 +267,8 @@ class P2PBackend:
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
         """The reason that a CUDA graph cannot capture `call`; None if it can."""
-        if not self._adapter.is_capturable(call.group):
+        transport = self._adapter.transports.get(call.group)  # it must be open
+        if transport is None or not transport.capturable:
             return CAPTURED
         return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
+from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     column_part,
@@ -225,7 +227,8 @@ class SplitLayer:
         self._layer, self._adapter, self._gathers = layer, adapter, layer.config.sequence_parallel
         self._group = group = layer.self_attention.linear_proj.tp_group
         if self._gathers:
-            self._transports, self._part_gathers = adapter.part_transports(group), adapter.part_gathers(group)
+            self._transports = [open_transport(adapter.session, group, channel) for channel in PART_CHANNELS]
+            self._part_gathers = adapter.part_gathers(group)
         else:
             self._buffer_pool = adapter.transport(group).buffer_pool
         self._deferred_wgrad = DeferredWgrad(num_terms=2)

@@ -175,10 +175,7 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates Megatron's arguments of a launch on WORLD_SIZE GPUs with Megatron.
-
-    Arguments that Megatron does not know belong to a custom script.
-    """
+    """Validates Megatron's arguments of a launch on WORLD_SIZE GPUs. Unknown arguments belong to a custom script."""
     from megatron_overlap.adapters import cpu
 
     has_te = transformer_engine_available()

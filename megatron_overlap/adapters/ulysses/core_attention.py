@@ -51,10 +51,7 @@ class UlyssesAdapter(Adapter):
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
-
-    Raises UlyssesError if an option is not supported.
-    """
+    """Replacement of `DotProductAttention.__init__`: accepts context parallelism, or raises UlyssesError."""
     session.adapter(UlyssesAdapter)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
