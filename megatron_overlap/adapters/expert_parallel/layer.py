@@ -55,9 +55,8 @@ class ExpertAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = ExpertOptions(
-            fixed_order=bool(session.config.deterministic), schedule=session.config.expert.schedule
-        )
+        fixed_order, schedule = bool(session.config.deterministic), session.config.expert.schedule
+        self.options = ExpertOptions(fixed_order=fixed_order, schedule=schedule)
         self._overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone."""
         self.stock: dict[str, Method] = {}  # the replaced methods by name
@@ -183,15 +182,10 @@ class ExpertAdapter(Adapter):
         if call is None:
             # The ranks may have different numbers of rows.
             rows = int(autotuner.slowest([float(hidden_states.shape[0])])[0])
-            call = self._calls[kind] = Call(
-                EXPERTS,
-                rows,
-                layer.config.hidden_size,
-                layer.config.moe_ffn_hidden_size,
-                str(hidden_states.dtype).removeprefix("torch."),
-                backward,
-                f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}",
-            )
+            sizes = layer.config.hidden_size, layer.config.moe_ffn_hidden_size
+            dtype = str(hidden_states.dtype).removeprefix("torch.")
+            name = f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}"
+            call = self._calls[kind] = Call(EXPERTS, rows, *sizes, dtype, backward, name)
         return call
 
     def drop(self) -> None:
