@@ -10,10 +10,10 @@ So a bucket waits for those before it, which hold the parameters of later layers
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.eligibility import CAPTURED, is_capturing
-from megatron_overlap.adapters.wrapping import Method, replaced, with_globals
+from megatron_overlap.adapters.wrapping import Method, with_globals
 from megatron_overlap.counters import Site
 from megatron_overlap.ops import Gathering, GradientReduce
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -316,8 +316,14 @@ def register_grad_ready(original: Method, session: Session) -> Method:
         order = orders.of.get(self)
         if order is None:
             return original(self, *args, **kwargs)
-        start = self.start_grad_sync
-        with replaced(vars(self), start_grad_sync=lambda **options: order.ready(self, partial(start, **options))):
+        start, own = self.start_grad_sync, vars(self).get("start_grad_sync")
+        self.start_grad_sync = lambda **options: order.ready(self, functools.partial(start, **options))
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            if own is None:
+                del self.start_grad_sync
+            else:
+                self.start_grad_sync = own
 
     return register

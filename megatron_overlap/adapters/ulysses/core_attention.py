@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, training_arguments
 from megatron_overlap.adapters.tensor_parallel.eligibility import te_quantizes
-from megatron_overlap.adapters.wrapping import Method, replaced, untraced
+from megatron_overlap.adapters.wrapping import Method, untraced
 from megatron_overlap.ops import UlyssesPlan, ulysses_attention
 from megatron_overlap.schedules import SequenceLayout
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -159,9 +159,13 @@ def te_attention_forward(original: Method, session: Session) -> Method:
 
 def te_kernel(core: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`ops.flash_attention.Kernel` of a TransformerEngine attention: its forward on some heads of one rank."""
+    before = core.cp_group, core.num_gqa_groups_per_partition
     # TransformerEngine checks the number of key/value heads.
-    with replaced(vars(core), cp_group=None, num_gqa_groups_per_partition=key.shape[2]):
+    core.cp_group, core.num_gqa_groups_per_partition = None, key.shape[2]
+    try:
         context: torch.Tensor = core.forward(query, key, value, None, AttnMaskType.causal, **kwargs)
+    finally:
+        core.cp_group, core.num_gqa_groups_per_partition = before
     return context.view(query.shape)
 
 
