@@ -31,12 +31,10 @@ def untraced(method: Method) -> Method:
     return run
 
 
-def with_globals(function: Any, names: dict[str, Any]) -> Method:
-    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
-    replaced = {**function.__globals__, **names}
-    return types.FunctionType(
-        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
-    )
+def with_globals(method: Any, names: dict[str, Any]) -> Method:
+    """A copy of `method` in which the global `names` are replaced. The module of `method` is not changed."""
+    scope = {**method.__globals__, **names}
+    return types.FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
 
 
 RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
@@ -66,9 +64,8 @@ def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> 
     """
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
-            raise RuntimeError(
-                f"a forward pre-hook changes the input of {type(module).__name__}, which is not called here: {remedy}"
-            )
+            name = type(module).__name__
+            raise RuntimeError(f"a forward pre-hook changes the input of {name}, which is not called here: {remedy}")
 
 
 @contextmanager

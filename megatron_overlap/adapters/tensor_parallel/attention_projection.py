@@ -85,10 +85,8 @@ class _JointCall:
         if self._operands is None:
             return self._projection_forward(input_)
         if input_ is not self._placeholder:
-            raise RuntimeError(
-                "an unknown operation runs between core attention and output projection: "
-                "set overlap.tensor.attention to row"
-            )
+            text = "an unknown operation runs between core attention and output projection"
+            raise RuntimeError(f"{text}: set overlap.tensor.attention to row")
         layer, core, adapter = self._projection, self._core, self._adapter
         projection = projection_of(layer, layer.weight)
         if eligibility.is_te_linear(layer):

@@ -175,10 +175,8 @@ class _Step:
             x = part_input(call.x, messages, self._input_slot)
             return call.result(column_part(x, call.weight, call.bias, messages, into, hooks.overlapped))
         if call.x is not self._normed:
-            raise RuntimeError(
-                f"an unknown operation changes the input of {type(call.layer).__name__}: "
-                "set overlap.tensor.split to none"
-            )
+            text = f"an unknown operation changes the input of {type(call.layer).__name__}"
+            raise RuntimeError(f"{text}: set overlap.tensor.split to none")
         output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped, on_save=hooks.saved)
         self.slot = reserve_slot()
         # A device does not report received messages.

@@ -148,9 +148,8 @@ def te_attention_forward(original: Method, session: Session) -> Method:
             heads = f"{query.shape[2]}x{query.shape[3]}"
             session.counters.fallback("attention", heads, "ulysses", "forward", reason)
             if query.device.type == "cpu":
-                raise UlyssesError(
-                    f"overlap.ulysses: {reason}. TransformerEngine's own context parallelism needs a GPU"
-                )
+                text = "TransformerEngine's own context parallelism needs a GPU"
+                raise UlyssesError(f"overlap.ulysses: {reason}. {text}")
             return original(self, *arguments, **kwargs)
         return adapter.attend(query, key, value, group, kernel=functools.partial(te_kernel, self, **kwargs))
 

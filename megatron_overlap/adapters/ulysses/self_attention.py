@@ -62,9 +62,8 @@ def _is_supported(layer: Any) -> bool:
     # With one key/value head per rank, `ulysses_attention` has more head groups, because it also cuts the queries.
     if left or (kv_heads == 1 and layer.num_attention_heads_per_partition > layer.num_query_groups_per_partition):
         return False
-    plain = (_is_local(layer) or _is_te(layer)) and all(
-        isinstance(norm, IdentityOp | None) for norm in (layer.q_layernorm, layer.k_layernorm)
-    )
+    norms = layer.q_layernorm, layer.k_layernorm
+    plain = (_is_local(layer) or _is_te(layer)) and all(isinstance(norm, IdentityOp | None) for norm in norms)
     switches = ("attention_output_gate", "fine_grained_activation_offloading", "cpu_offloading", "test_mode", "fp8")
     return (
         plain
