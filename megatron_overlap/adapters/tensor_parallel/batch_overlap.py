@@ -8,7 +8,6 @@ backward it starts the all-gather of each part's gradient, which the embedding w
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,12 +19,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.dispatch import EMBEDDING, LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, Division, sequence_division
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
-    InputPart,
-    PendingEmbedding,
-    PendingOutput,
-    PendingPart,
-)
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingEmbedding, PendingOutput
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
 from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
@@ -134,12 +128,10 @@ def layer_forward(original: Method, session: Session) -> Method:
             division: Division = BatchDivision()
             if adapter.split == "sequence":
                 division = sequence_division(self, x, session.config.tensor.split_at)
-            parts: Sequence[PendingPart]
             if pending is None:
-                parts = [InputPart(part) for part in division.parts(x)]
+                pending = PendingOutput(x, [InputPart(part) for part in division.parts(x)], division)
             else:
-                parts = split_layer.embedded(division.rows(pending.terms))
-            pending = PendingOutput(x, parts, division)
+                pending = PendingOutput(x, split_layer.embedded(division.rows(pending.terms)), division)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None

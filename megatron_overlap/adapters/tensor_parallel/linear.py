@@ -33,7 +33,6 @@ _OPS = {
 _NORM = "_overlap_norm"
 _DUPLICATED = "every rank holds the whole weight: the layer does not communicate"
 _FUSED = "Megatron fuses reduce-scatter, norm and all-gather of this layer"
-_MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
@@ -175,7 +174,7 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
         if self.training or eligibility.is_capturing(x) or not eligibility.te_communicates(self):
             return original(self, x, *args, **kwargs)
         if not isinstance(weight, torch.Tensor):
-            session.counters.exclude(type(self).__name__, _MXFP8)
+            session.counters.exclude(type(self).__name__, "the weight is MXFP8")
             return original(self, x, *args, **kwargs)
         if args or kwargs or not is_forward_only(x, weight):
             return original(self, x, *args, **kwargs)
