@@ -8,7 +8,6 @@ the projection runs the joint operation. Hooks on both modules still run. An uns
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
@@ -67,7 +66,7 @@ class _JointCall:
             or (
                 eligibility.unsupported_te_reason(layer, query)
                 if eligibility.is_te_linear(layer)
-                else eligibility.unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
+                else eligibility.unsupported_row_reason(layer, query)
             )
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )

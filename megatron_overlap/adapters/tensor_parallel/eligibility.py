@@ -14,13 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import (
-    RECOMPUTED_BY_TORCH,
-    Method,
-    is_hooked,
-    is_pre_hooked,
-    is_recomputed_by_torch,
-)
+from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_hooked, is_pre_hooked, is_recomputed_by_torch
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
@@ -72,6 +66,7 @@ _LAYER_STEPS = {
         "_forward_post_mlp",
     )
 }
+_ROW_GEMM = RowParallelLinear._forward_impl
 _RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
 _OFFLOAD_FIELDS = ("offload_attn_norm", "offload_mlp_norm")
 
@@ -115,21 +110,21 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup, stock_gemm: Method) -> str | None:
-    """The reason in a `RowParallelLinear`; `stock_gemm` is Megatron's `RowParallelLinear._forward_impl`."""
+def unsupported_row_reason(layer: Any, x: torch.Tensor) -> str | None:
+    """The reason in a `RowParallelLinear`, or in the input `x` of a call."""
     if layer.explicit_expert_comm:
         return EXPERT
     if not layer.input_is_parallel:
         return "input is not parallel"
-    if type(layer)._forward_impl is not stock_gemm:
+    if type(layer)._forward_impl is not _ROW_GEMM:
         return f"{type(layer).__name__} overrides the GEMM (_forward_impl)"
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return _GTP
     context = layer.config._cpu_offloading_context
     if context is not None and context.inside_context is True:
         return _OFFLOADED
-    if layer.sequence_parallel and x.shape[0] % group.size():
-        return _INDIVISIBLE.format(group.size())
+    if layer.sequence_parallel and x.shape[0] % layer.tp_group.size():
+        return _INDIVISIBLE.format(layer.tp_group.size())
     return None
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
@@ -79,7 +78,7 @@ def row_forward(original: Method, session: Session) -> Method:
     Equals `reduce_scatter(input @ weight.T)` under sequence parallelism, otherwise `all_reduce(input @ weight.T)`. The
     bias is added, or returned with `skip_bias_add`.
     """
-    adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
+    adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
     @untraced
@@ -94,7 +93,7 @@ def row_forward(original: Method, session: Session) -> Method:
         hooks = adapter.hooks("row", op, input_, weight)
         run_stock, result = functools.partial(original, self, input_), functools.partial(add_row_bias, self)
         call = LinearCall(self, op, input_, weight, None, group, *into, hooks, run_stock, result)
-        return adapter.run(call, eligibility.unsupported_row_reason(self, input_, group, stock_gemm))
+        return adapter.run(call, eligibility.unsupported_row_reason(self, input_))
 
     return forward
 
