@@ -19,15 +19,9 @@ import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    is_te_linear,
-    repeats_weights,
-    unsupported_tensors_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import replaced
@@ -148,7 +142,7 @@ class LinearAdapter(Adapter):
                 return reason
         if self.check.fallbacks and (reason := self.check.fallbacks.get(_check_name(op, weight))):
             return reason
-        return unsupported_tensors_reason(x, weight, group)
+        return eligibility.unsupported_tensors_reason(x, weight, group)
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
         """Runs `call` on the selected backend, or the stock path if its layer has a reason."""
@@ -160,7 +154,7 @@ class LinearAdapter(Adapter):
         if reason is not None:
             call.hooks.fallback(reason)
             return call.run_stock()
-        if is_capturing(call.x):
+        if eligibility.is_capturing(call.x):
             return self._run_captured(call)
         if call.layer is self._unread:
             call = replace(call, skip_output=True)
@@ -266,7 +260,7 @@ class P2PBackend:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         """The reason that this backend cannot run `call`; None if it can."""
-        if self._plan.tree and is_te_linear(call.layer):
+        if self._plan.tree and eligibility.is_te_linear(call.layer):
             return "tp_invariant supports local layers: use --transformer-impl local"
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
@@ -274,8 +268,8 @@ class P2PBackend:
         """The reason that a CUDA graph cannot capture `call`; None if it can."""
         transport = self._adapter.transports.get(call.group)  # it must be open
         if transport is None or not transport.capturable:
-            return CAPTURED
-        return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
+            return eligibility.CAPTURED
+        return None if _shapes(call) in self._capturable else f"{eligibility.CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         """The output of `call.op`. For the reference check (`checked`) no gradient is deferred, no input is counted."""
@@ -288,7 +282,7 @@ class P2PBackend:
             options["on_save"] = None if checked else call.hooks.saved
         if call.op in ("copy_gemm", "gemm_ar"):
             # A replay must not compute the weight gradient of a layer outside the graph.
-            alone = checked or is_capturing(call.x) or repeats_weights(call.layer)
+            alone = checked or eligibility.is_capturing(call.x) or eligibility.repeats_weights(call.layer)
             options["deferred_wgrad"] = None if alone else self._adapter.deferred_wgrad
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked
@@ -355,7 +349,7 @@ class FusedBackend:
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
         """See `P2PBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
-        return f"{CAPTURED}: fused kernels cannot be replayed"
+        return f"{eligibility.CAPTURED}: fused kernels cannot be replayed"
 
     def candidates(self, call: LinearCall) -> list[Candidate]:
         """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""

@@ -47,9 +47,9 @@ class Job:
 @contextmanager
 def in_a_graph() -> Iterator[None]:
     """The context of a capture of calls on the CPU."""
-    from megatron_overlap.adapters.tensor_parallel import dispatch
+    from megatron_overlap.adapters.tensor_parallel import eligibility
 
-    with patch.object(dispatch, "is_capturing", lambda x: True):
+    with patch.object(eligibility, "is_capturing", lambda x: True):
         yield
 
 
