@@ -37,13 +37,12 @@ def with_globals(method: Any, names: dict[str, Any]) -> Method:
     return types.FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
 
 
-RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
-
-
-def is_recomputed_by_torch() -> bool:
-    """Whether `torch.utils.checkpoint` runs the caller, and compares what its two passes save (not `use_reentrant`)."""
+def recomputed_by_torch() -> str | None:
+    """The reason if `torch.utils.checkpoint` runs the caller and compares what its passes save: no `use_reentrant`."""
     hooks = _saved_tensors_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return None
+    return "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
 
 
 def is_hooked(module: torch.nn.Module) -> bool:

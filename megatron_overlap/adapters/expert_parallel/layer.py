@@ -18,13 +18,7 @@ import torch
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import (
-    RECOMPUTED_BY_TORCH,
-    Method,
-    is_recomputed_by_torch,
-    untraced,
-    with_globals,
-)
+from megatron_overlap.adapters.wrapping import Method, recomputed_by_torch, untraced, with_globals
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -153,8 +147,8 @@ class ExpertAdapter(Adapter):
             return self.stock["routed_experts_compute"](layer, hidden_states, probs)
         if not self.autotuner.enabled:
             return self.compute(layer, hidden_states, probs), None
-        if is_recomputed_by_torch():
-            self.session.counters.exclude("autotuning", f"unmeasured p2p runs: {RECOMPUTED_BY_TORCH}")
+        if reason := recomputed_by_torch():
+            self.session.counters.exclude("autotuning", f"unmeasured p2p runs: {reason}")
             return self.compute(layer, hidden_states, probs), None
 
         def run(candidate: Candidate) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
-from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_recomputed_by_torch, replaced
+from megatron_overlap.adapters.wrapping import recomputed_by_torch, replaced
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import MAX_KINDS, Autotuner, Kind
@@ -133,7 +133,7 @@ class LinearAutotuner(GroupAutotuners):
             if weight is None:
                 return False
         stock = self._stock_calls.get(_pass_of(layer, x, weight))
-        if stock is None or not stock.least <= x.numel() < stock.below or is_recomputed_by_torch():
+        if stock is None or not stock.least <= x.numel() < stock.below or recomputed_by_torch():
             return False
         if stock.search is not None:
             if stock.search.calls >= stock.search.free_until:
@@ -266,8 +266,8 @@ class LinearAutotuner(GroupAutotuners):
         self._stock_calls.clear()
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        if is_recomputed_by_torch():
-            return f"unmeasured p2p runs: {RECOMPUTED_BY_TORCH}"
+        if reason := recomputed_by_torch():
+            return f"unmeasured p2p runs: {reason}"
         if call.main_grad is not None and not call.x.is_cuda and not is_te_linear(call.layer):
             return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"
         return None

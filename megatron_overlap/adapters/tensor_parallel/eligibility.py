@@ -14,7 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_hooked, is_pre_hooked, is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import is_hooked, is_pre_hooked, recomputed_by_torch
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
@@ -304,8 +304,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
         return f"unknown arguments: {', '.join(unknown)}"
     if overridden := _overridden_step(layer):
         return f"{type(layer).__name__} overrides {overridden}"
-    if is_recomputed_by_torch():
-        return RECOMPUTED_BY_TORCH
+    if reason := recomputed_by_torch():
+        return reason
     attention, mlp = layer.self_attention, layer.mlp
     if any("forward" in vars(module) for module in (layer, attention, mlp)):
         return "the forward of the layer, its attention or its MLP is replaced"
