@@ -4,8 +4,7 @@ Router, permutation, capacity and auxiliary losses stay Megatron's. So do shared
 first tokens are dispatched. Not yet run on several GPUs.
 
 `overlap.expert.method: auto` measures in the training whether a layer runs the stock path or p2p. The routing of a
-layer changes in every call, so a kind of call is a layer, whatever its rows. The autotuner compares trimmed means over
-many calls of the layer, and replaces the stock path only beyond its margin (hysteresis).
+layer changes in every call, so a kind of call is a layer, whatever its rows.
 """
 
 import weakref
