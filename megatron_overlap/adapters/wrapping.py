@@ -38,7 +38,7 @@ def with_globals(method: Any, names: dict[str, Any]) -> Method:
 
 
 def recomputed_by_torch() -> str | None:
-    """The reason if `torch.utils.checkpoint` runs the caller and compares what its passes save: no `use_reentrant`."""
+    """The reason if `torch.utils.checkpoint` (not `use_reentrant`) runs the caller and compares what passes save."""
     hooks = _saved_tensors_hooks(True)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
         return None

@@ -84,7 +84,7 @@ Division = BatchDivision | SequenceDivision
 
 
 def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["auto"]) -> SequenceDivision:
-    """The division for `layer` and later ones; `x` `[S/R, B, H]`: its input. `TensorOverlap` describes `split_at`."""
+    """The division for `layer` and later ones; `x` `[S/R, B, H]`: own rows. `TensorOverlap` describes `split_at`."""
     group, num_rows = layer.self_attention.linear_proj.tp_group, x.shape[0]
     if split_at != "auto":
         return SequenceDivision(group, min(max(round(split_at * num_rows), 1), num_rows - 1))
