@@ -69,10 +69,7 @@ def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> 
 
 @contextmanager
 def replaced(names: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
-    """Replaces items of `names` inside the context, such as attributes of an object, `vars(module)`.
-
-    Hooks on a module with another `forward` still run.
-    """
+    """Replaces items of `names` inside the context, such as attributes, `vars(module)`. Hooks of modules still run."""
     before = {name: names[name] for name in values if name in names}
     names.update(values)
     try:
