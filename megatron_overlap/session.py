@@ -158,10 +158,8 @@ class Session(AbstractContextManager["Session"]):
         report = self.report()
         facts = {key: str(value) for key, value in leaves(self.config.model_dump(mode="json"), "overlap")}
         facts |= {f"version of {name}": str(version) for name, version in report.versions.items()}
-        facts |= {
-            f"patch {line.target}": f"{line.verdict}{'' if line.applied else ', not applied'}"
-            for line in report.patches
-        }
+        for line in report.patches:
+            facts[f"patch {line.target}"] = line.verdict if line.applied else f"{line.verdict}, not applied"
         return facts | self.facts
 
     def report(self) -> Report:

@@ -109,9 +109,8 @@ class Report:
         parts += [_buffer_line(ranks, sizes) for ranks, sizes in self.buffers if sizes]
         if self.numerics_check:
             name, share = max(self.numerics_check.items(), key=lambda item: item[1])
-            parts.append(
-                f"numerics check: {len(self.numerics_check)} results, worst {name}: {share:.3g} of the allowed error"
-            )
+            results = f"{len(self.numerics_check)} results"
+            parts.append(f"numerics check: {results}, worst {name}: {share:.3g} of the allowed error")
         if self.unchecked:
             parts.append(f"numerics check: nothing compared: {self.unchecked}")
         parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]

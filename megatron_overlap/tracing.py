@@ -247,9 +247,7 @@ def exposed_in(found: RankEvents, start_ns: int, stop_ns: int) -> Exposed:
     stops = np.minimum(waits["stop_ns"], stop_ns)
     inside = stops > starts
     starts, stops, ops = starts[inside], stops[inside], waits["op"][inside]
-    by_op = {
-        direction_of(found.names[number]): int((stops - starts)[ops == number].sum()) / 1e6 for number in np.unique(ops)
-    }
+    by_op = {direction_of(found.names[op]): int((stops - starts)[ops == op].sum()) / 1e6 for op in np.unique(ops)}
     total = sum(stop - start for start, stop in merged(zip(starts.tolist(), stops.tolist(), strict=True)))
     return Exposed(total / 1e6, dict(sorted(by_op.items(), key=lambda item: -item[1])))
 

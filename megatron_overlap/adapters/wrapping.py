@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,21 +31,18 @@ def untraced(method: Method) -> Method:
     return run
 
 
-def with_globals(function: Any, names: dict[str, Any]) -> Method:
-    """A copy of `function` in which the global `names` are replaced. The module of `function` is not changed."""
-    replaced = {**function.__globals__, **names}
-    return types.FunctionType(
-        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
-    )
+def with_globals(method: Any, names: dict[str, Any]) -> Method:
+    """A copy of `method` in which the global `names` are replaced. The module of `method` is not changed."""
+    scope = {**method.__globals__, **names}
+    return types.FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
 
 
-RECOMPUTED_BY_TORCH = "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
-
-
-def is_recomputed_by_torch() -> bool:
-    """Whether `torch.utils.checkpoint` runs the caller, and compares what its two passes save (not `use_reentrant`)."""
+def recomputed_by_torch() -> str | None:
+    """The reason if `torch.utils.checkpoint` (not `use_reentrant`) runs the caller and compares what passes save."""
     hooks = _saved_tensors_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return None
+    return "torch.utils.checkpoint recomputes the layer: use Megatron's recomputation"
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
@@ -55,10 +52,8 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 def is_pre_hooked(module: torch.nn.Module) -> bool:
     """Whether a forward pre-hook may change the input of `module`. Those of Megatron wait for parameters."""
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_CHANGES)
-        for hook in module._forward_pre_hooks.values()
-    )
+    hooks = module._forward_pre_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith(_WITHOUT_CHANGES) for hook in hooks)
 
 
 def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> None:
@@ -68,16 +63,18 @@ def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> 
     """
     for hook in module._forward_pre_hooks.values():
         if hook(module, (value,)) is not None:
-            raise RuntimeError(
-                f"a forward pre-hook changes the input of {type(module).__name__}, which is not called here: {remedy}"
-            )
+            name = type(module).__name__
+            raise RuntimeError(f"a forward pre-hook changes the input of {name}, which is not called here: {remedy}")
 
 
 @contextmanager
-def replaced_forward(module: Any, forward: Method) -> Iterator[None]:
-    """Replaces the `forward` of one module inside the context. Hooks on the module still run."""
-    module.forward = forward
+def replaced(names: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
+    """Replaces items of `names` inside the context, such as attributes, `vars(module)`. Hooks of modules still run."""
+    before = {name: names[name] for name in values if name in names}
+    names.update(values)
     try:
         yield
     finally:
-        del module.forward
+        for name in values.keys() - before.keys():
+            del names[name]
+        names.update(before)

@@ -62,9 +62,7 @@ def compare(
         else:
             digests = {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
             of_digest = {each: json.loads(store.get(f"{topic}/{each}")) for each in {*digests.values()}}
-            found = ""
-            if len(of_digest) > 1:
-                found = differences({rank: of_digest[each] for rank, each in digests.items()})
+            found = differences({rank: of_digest[each] for rank, each in digests.items()}) if len(of_digest) > 1 else ""
         store.set(f"{topic}/found", found)
     try:
         store.wait([f"{topic}/found"], timedelta(seconds=deadline_s + _REPLY_S))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from megatron_overlap.adapters.wrapping import replaced
 from tests.adapters import wrapping_workers as cases
 from tests.helpers.world import World
 
@@ -16,3 +19,11 @@ def test_torch_compile_does_not_trace_an_operation_that_communicates() -> None:
             assert equal == [True] * 4
     finally:
         workers.close()
+
+
+def test_replaced_items_are_restored() -> None:
+    items = {"kept": 1, "changed": 2}
+    with contextlib.suppress(RuntimeError), replaced(items, changed=3, added=4):
+        assert items == {"kept": 1, "changed": 3, "added": 4}
+        raise RuntimeError
+    assert items == {"kept": 1, "changed": 2}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_overlap.adapters.cpu.te_kernels import KERNELS, DType, enumeration
+from megatron_overlap.adapters.wrapping import replaced
 
 NATIVE_MODULE = "transformer_engine_torch"
 _CHANGED_MODULE = "transformer_engine.common"
@@ -103,15 +104,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
-            previous = os.environ.get("NVTE_PROJECT_BUILDING")
-            os.environ["NVTE_PROJECT_BUILDING"] = "1"
-            try:
+            with replaced(os.environ, NVTE_PROJECT_BUILDING="1"):
                 execute(module)
-            finally:
-                if previous is None:
-                    del os.environ["NVTE_PROJECT_BUILDING"]
-                else:
-                    os.environ["NVTE_PROJECT_BUILDING"] = previous
             module.load_framework_extension = lambda _framework: sys.modules.update({NATIVE_MODULE: native_module()})
 
         spec.loader.exec_module = exec_module

@@ -99,9 +99,8 @@ class DataParallelAdapter(Adapter):
         """
         if flag is not None:
             if self.session.config.data.method == "p2p":
-                raise MissingFlagError(
-                    f"overlap.data.method: p2p: needs Megatron's {flag}: add it to the launch, or use method auto"
-                )
+                remedy = "add it to the launch, or use method auto"
+                raise MissingFlagError(f"overlap.data.method: p2p: needs Megatron's {flag}: {remedy}")
             reason = f"Megatron's {flag} is off"
         reason = reason or self._check.fallbacks.get(op)
         if reason is None:

@@ -96,15 +96,14 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
 def _unsupported_step_reason(optimizer: Any) -> str | None:
     """The reason against a step by buckets; None if it is supported."""
     config, settings = optimizer.ddp_config, optimizer.config
+    quantizing = "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"
     reasons = {
         "the pipeline schedule starts the all-gathers (align_param_gather)": config.align_param_gather,
         "Megatron's step starts the all-gathers": settings.overlap_param_gather_with_optimizer_step,
         "Megatron clips weights after the step (qk_clip)": getattr(optimizer.model_chunks[0].config, "qk_clip", False),
         "copies from the host may be in flight after the step (optimizer_cpu_offload)": settings.optimizer_cpu_offload,
-        "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": (
-            config.fp8_param_gather
-            or getattr(config, "fp4_param_gather", False)
-            or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": any(
+            getattr(config, name, False) for name in quantizing
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -137,11 +136,8 @@ def _in_forward_order(optimizer: Any) -> list[Any]:
     ordered = []
     for chunk in optimizer.model_chunks:
         position = {parameter: index for index, parameter in enumerate(chunk.module.parameters())}
-        groups = [
-            bucket_group
-            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-            if all(id(bucket) in own for bucket in bucket_group.buckets)
-        ]
+        of_chunk = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        groups = [one for one in of_chunk if all(id(bucket) in own for bucket in one.buckets)]
         ordered += sorted(groups, key=lambda one: min(position[parameter] for parameter in one.params))
     found = {id(bucket) for bucket_group in ordered for bucket in bucket_group.buckets}
     return ordered if found == own else []

@@ -4,7 +4,7 @@ A program that makes its own groups is checked group by group, when the first tr
 """
 
 import sys
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -38,20 +38,17 @@ class ConsistencyCheck(Adapter):
         super().__init__(session)
         self._world: dist.ProcessGroup | None = None  # the group of all ranks, once they passed the check
         self._groups: set[dist.ProcessGroup] = set()
-        self._flight_recorder: FlightRecorder | None = None
 
-    @property
+    @cached_property
     def flight_recorder(self) -> FlightRecorder:
         """The flight recorder of this rank; made at first use, which needs torch.distributed."""
-        if self._flight_recorder is None:
-            session = self.session
-            self._flight_recorder = FlightRecorder(dist.get_rank(), session, session.consistency_facts())
-            session.add_close(self._flight_recorder.close)
-        return self._flight_recorder
+        recorder = FlightRecorder(dist.get_rank(), self.session, self.session.consistency_facts())
+        self.session.add_close(recorder.close)
+        return recorder
 
     def post_mortem(self, error: BaseException) -> str | None:
         """Writes the flight recorder's file after `error` ended this rank; returns its path, or None."""
-        return None if self._flight_recorder is None else self._flight_recorder.post_mortem(error)
+        return self.flight_recorder.post_mortem(error) if "flight_recorder" in vars(self) else None
 
     def start(self) -> None:
         if dist.is_initialized() and parallel_state.model_parallel_is_initialized():
@@ -92,9 +89,9 @@ class ConsistencyCheck(Adapter):
         """Drops everything of the old process groups, as after an in-process restart: their peers may have ended."""
         self.session.drop_adapters()
         self.session.transports.close()
-        if self._flight_recorder is not None:
-            self._flight_recorder.close()
-            self._flight_recorder = None
+        if "flight_recorder" in vars(self):
+            self.flight_recorder.close()
+            del self.flight_recorder
         self._groups.clear()
 
 

@@ -113,9 +113,7 @@ class Check(Adapter):
         text = f"check at step {self.session.step}: the error of {name} is {share:.3g} times the allowed error"
         if self._config.on_mismatch == "error":
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-            raise CheckError(
-                f"overlap.check: {call}: {text} on ranks {ranks}: do not trust this run; "
-                "set overlap.check.on_mismatch to fallback to go on without this operation"
-            )
+            remedy = "set overlap.check.on_mismatch to fallback to go on without this operation"
+            raise CheckError(f"overlap.check: {call}: {text} on ranks {ranks}: do not trust this run; {remedy}")
         self.fallbacks.setdefault(call, text)
         return True

@@ -12,13 +12,8 @@ from megatron.core.transformer.moe import experts as moe_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    te_quantizes,
-    unsupported_tensors_reason,
-)
 from megatron_overlap.adapters.wrapping import run_pre_hooks
 from megatron_overlap.config.megatron_args import TWO_MICROBATCHES
 from megatron_overlap.ops import MLPExperts
@@ -132,10 +127,8 @@ class LayerExperts:
         owners = [experts] if grouped else list(experts.local_experts)
         names = [f"weight{expert}" for expert in range(experts.num_local_experts)] if grouped else ["weight"]
         # For each expert its weight: `linear._parameters[name]`, which loading a checkpoint may replace.
-        self.fc1, self.fc2 = (
-            [(linear, linear._parameters, name) for linear in linears for name in names]
-            for linears in ([owner.linear_fc1 for owner in owners], [owner.linear_fc2 for owner in owners])
-        )
+        self.fc1 = [(owner.linear_fc1, owner.linear_fc1._parameters, name) for owner in owners for name in names]
+        self.fc2 = [(owner.linear_fc2, owner.linear_fc2._parameters, name) for owner in owners for name in names]
         # The operation calls none of these modules.
         self.modules = tuple(experts.modules())
         self.attributes = tuple(map(vars, self.modules))
@@ -146,30 +139,27 @@ class LayerExperts:
             for hooks in (each._forward_hooks, each._forward_pre_hooks_with_kwargs)
             + (each._backward_hooks, each._backward_pre_hooks)
         )
-        linears = dict.fromkeys(linear for linear, *_ in (*self.fc1, *self.fc2))
-        self.flagged = [linear for linear in linears if hasattr(linear, "is_first_microbatch")]
+        self.flagged = [each for each in self.modules if hasattr(each, "is_first_microbatch")]
         self.middle = _Middle(owners[0])
 
     def unsupported_reason(self, hidden_states: torch.Tensor, group: dist.ProcessGroup) -> str | None:
         """The reason in one call; None if it is overlapped."""
-        if te_quantizes():
+        if eligibility.te_quantizes():
             return "fp8: TransformerEngine quantizes the rows of the experts"
         if any(self.hooks) or any("forward" in attributes for attributes in self.attributes):
             return "a hook reads the output of an expert, or its forward is replaced"
-        if is_capturing(hidden_states):
-            return CAPTURED
+        if eligibility.is_capturing(hidden_states):
+            return eligibility.CAPTURED
         _, parameters, name = self.fc1[0]
-        return unsupported_tensors_reason(hidden_states, parameters[name], group)
+        return eligibility.unsupported_tensors_reason(hidden_states, parameters[name], group)
 
     def begin(self, hidden_states: torch.Tensor) -> MLPExperts:
         """Runs the pre-hooks of all modules; returns the weights with the destinations of their gradients."""
         for module in self.modules:
             if module._forward_pre_hooks:
                 run_pre_hooks(module, hidden_states, "set overlap.expert.method to none")
-        fc1, fc2 = (
-            tuple(projection_of(linear, parameters[name]) for linear, parameters, name in weights)
-            for weights in (self.fc1, self.fc2)
-        )
+        fc1 = tuple(projection_of(linear, parameters[name]) for linear, parameters, name in self.fc1)
+        fc2 = tuple(projection_of(linear, parameters[name]) for linear, parameters, name in self.fc2)
         return MLPExperts(fc1, fc2, self.middle, self.middle.recompute)
 
     def end(self) -> None:

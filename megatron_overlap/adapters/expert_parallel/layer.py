@@ -4,8 +4,7 @@ Router, permutation, capacity and auxiliary losses stay Megatron's. So do shared
 first tokens are dispatched. Not yet run on several GPUs.
 
 `overlap.expert.method: auto` measures in the training whether a layer runs the stock path or p2p. The routing of a
-layer changes in every call, so a kind of call is a layer, whatever its rows. The autotuner compares trimmed means over
-many calls of the layer, and replaces the stock path only beyond its margin (hysteresis).
+layer changes in every call, so a kind of call is a layer, whatever its rows.
 """
 
 import weakref
@@ -18,13 +17,7 @@ import torch
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport
 from megatron_overlap.adapters.expert_parallel.experts import LayerExperts, unsupported_layer_reason
 from megatron_overlap.adapters.tensor_parallel.autotune import GroupAutotuners
-from megatron_overlap.adapters.wrapping import (
-    RECOMPUTED_BY_TORCH,
-    Method,
-    is_recomputed_by_torch,
-    untraced,
-    with_globals,
-)
+from megatron_overlap.adapters.wrapping import Method, recomputed_by_torch, untraced, with_globals
 from megatron_overlap.autotune.candidates import EXPERTS, STOCK, Call, Candidate
 from megatron_overlap.autotune.tuner import Autotuner
 from megatron_overlap.ops import ExpertOptions, expert_parallel
@@ -35,14 +28,11 @@ _OP = "expert_parallel"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One `MoELayer`; `name` is its name in the report.
-
-    Without `experts` the layer does not run overlapped; `reason` is the cause where it communicates.
-    """
+    """One `MoELayer`, with its name in the report."""
 
     name: str
-    experts: LayerExperts | None
-    reason: str | None
+    experts: LayerExperts | None  # None if the layer does not run overlapped
+    reason: str | None  # the cause, where it communicates
 
 
 @dataclass(slots=True)
@@ -58,9 +48,8 @@ class ExpertAdapter(Adapter):
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.options = ExpertOptions(
-            fixed_order=bool(session.config.deterministic), schedule=session.config.expert.schedule
-        )
+        fixed_order, schedule = bool(session.config.deterministic), session.config.expert.schedule
+        self.options = ExpertOptions(fixed_order=fixed_order, schedule=schedule)
         self._overlapped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Layers between their `dispatch` and `combine` that `routed_experts_compute` computes alone."""
         self.stock: dict[str, Method] = {}  # the replaced methods by name
@@ -157,8 +146,8 @@ class ExpertAdapter(Adapter):
             return self.stock["routed_experts_compute"](layer, hidden_states, probs)
         if not self.autotuner.enabled:
             return self.compute(layer, hidden_states, probs), None
-        if is_recomputed_by_torch():
-            self.session.counters.exclude("autotuning", f"unmeasured p2p runs: {RECOMPUTED_BY_TORCH}")
+        if reason := recomputed_by_torch():
+            self.session.counters.exclude("autotuning", f"unmeasured p2p runs: {reason}")
             return self.compute(layer, hidden_states, probs), None
 
         def run(candidate: Candidate) -> torch.Tensor:
@@ -186,19 +175,13 @@ class ExpertAdapter(Adapter):
         if call is None:
             # The ranks may have different numbers of rows.
             rows = int(autotuner.slowest([float(hidden_states.shape[0])])[0])
-            call = self._calls[kind] = Call(
-                EXPERTS,
-                rows,
-                layer.config.hidden_size,
-                layer.config.moe_ffn_hidden_size,
-                str(hidden_states.dtype).removeprefix("torch."),
-                backward,
-                f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}",
-            )
+            sizes = layer.config.hidden_size, layer.config.moe_ffn_hidden_size
+            dtype = str(hidden_states.dtype).removeprefix("torch.")
+            name = f"{layer.num_local_experts} experts of {'prediction ' * predicts}layer {layer.layer_number}"
+            call = self._calls[kind] = Call(EXPERTS, rows, *sizes, dtype, backward, name)
         return call
 
     def drop(self) -> None:
-        """See `Adapter`."""
         self.autotuner.drop()
         self._calls.clear()
 

@@ -8,21 +8,12 @@ the projection runs the joint operation. Hooks on both modules still run. An uns
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    is_te_linear,
-    unsupported_attention_reason,
-    unsupported_core_attention_reason,
-    unsupported_row_reason,
-    unsupported_te_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.linear import add_row_bias
-from megatron_overlap.adapters.wrapping import Method, replaced_forward, untraced
+from megatron_overlap.adapters.wrapping import Method, replaced, untraced
 from megatron_overlap.ops import attention_linear_reduce_scatter
 from megatron_overlap.session import Session
 
@@ -42,16 +33,14 @@ def attention_forward(original: Method, session: Session) -> Method:
         if kwargs.get("inference_context") is not None:  # Megatron's transformer layer gives it by name
             session.counters.exclude("query split", _GENERATION)
             return original(self, *args, **kwargs)
-        reason = unsupported_attention_reason(self)
+        reason = eligibility.unsupported_attention_reason(self)
         if reason is not None:
             x = args[0] if args else kwargs["hidden_states"]
             adapter.hooks(_KIND, _OP, x, self.linear_proj.weight).fallback(reason)
             return original(self, *args, **kwargs)
         joint = _JointCall(self.core_attention, self.linear_proj, adapter)
-        with (
-            replaced_forward(self.core_attention, joint.core_attention),
-            replaced_forward(self.linear_proj, joint.projection),
-        ):
+        core, projection = vars(self.core_attention), vars(self.linear_proj)
+        with replaced(core, forward=joint.core_attention), replaced(projection, forward=joint.projection):
             return original(self, *args, **kwargs)
 
     return forward
@@ -72,12 +61,12 @@ class _JointCall:
         """The forward of the core attention: stores its operands."""
         layer, adapter = self._projection, self._adapter
         reason = (
-            (CAPTURED if is_capturing(query) else None)
-            or unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
+            (eligibility.CAPTURED if eligibility.is_capturing(query) else None)
+            or eligibility.unsupported_core_attention_reason(self._core, query, key, value, attention_mask, kwargs)
             or (
-                unsupported_te_reason(layer, query)
-                if is_te_linear(layer)
-                else unsupported_row_reason(layer, query, layer.tp_group, RowParallelLinear._forward_impl)
+                eligibility.unsupported_te_reason(layer, query)
+                if eligibility.is_te_linear(layer)
+                else eligibility.unsupported_row_reason(layer, query)
             )
             or adapter.unsupported_reason(query, layer.weight, layer.tp_group, _OP)
         )
@@ -95,13 +84,11 @@ class _JointCall:
         if self._operands is None:
             return self._projection_forward(input_)
         if input_ is not self._placeholder:
-            raise RuntimeError(
-                "an unknown operation runs between core attention and output projection: "
-                "set overlap.tensor.attention to row"
-            )
+            text = "an unknown operation runs between core attention and output projection"
+            raise RuntimeError(f"{text}: set overlap.tensor.attention to row")
         layer, core, adapter = self._projection, self._core, self._adapter
         projection = projection_of(layer, layer.weight)
-        if is_te_linear(layer):
+        if eligibility.is_te_linear(layer):
             layer.is_first_microbatch = False  # As Megatron's wrapper does after every forward.
         softmax = getattr(core, "scale_mask_softmax", None)  # TransformerEngine's attention has none.
         output = attention_linear_reduce_scatter(

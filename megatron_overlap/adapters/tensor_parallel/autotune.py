@@ -17,7 +17,7 @@ from megatron_overlap.adapters.diagnostics.reference_check import Check
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, linears_of
 from megatron_overlap.adapters.tensor_parallel.forward_only import ForwardOnlyCalls
-from megatron_overlap.adapters.wrapping import RECOMPUTED_BY_TORCH, is_recomputed_by_torch
+from megatron_overlap.adapters.wrapping import recomputed_by_torch, replaced
 from megatron_overlap.autotune.candidates import SEPARATE_LAYERS, SEQUENCE_OVERLAP, STOCK, Call, Candidate
 from megatron_overlap.autotune.search import Search, Step
 from megatron_overlap.autotune.tuner import MAX_KINDS, Autotuner, Kind
@@ -33,10 +33,7 @@ _grad_enabled = torch.is_grad_enabled
 
 @dataclass(slots=True)
 class _StockCalls:
-    """Calls of a layer in one kind of pass that run the stock path.
-
-    Their inputs have `least` elements or more, and fewer than `below`.
-    """
+    """Calls of a layer in one kind of pass that run the stock path: those with `least` <= input elements < `below`."""
 
     least: float
     below: float
@@ -102,7 +99,7 @@ class GroupAutotuners:
 class LinearAutotuner(GroupAutotuners):
     """The autotuners of one session: run a call with the candidate that its autotuner names.
 
-    Steps of the reference check `check` are not timed. While `paused`, linear layers run their selection untimed,
+    Steps of the reference check are not timed. While `paused`, linear layers run their selection untimed,
     because the block around them is compared.
     """
 
@@ -111,11 +108,10 @@ class LinearAutotuner(GroupAutotuners):
         session: Session,
         run_candidate: Callable[[LinearCall, Candidate], LayerOutput],
         fused_candidates: Callable[[LinearCall], Sequence[Candidate]],
-        check: Check,
         transport: Callable[[dist.ProcessGroup], Transport],
     ) -> None:
         super().__init__(session, session.config.tensor.method)
-        self._check, self._transport = check, transport
+        self._check, self._transport = session.adapter(Check), transport
         self._forward_only = ForwardOnlyCalls(transport)
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
         # Group, input and its version, and candidate of the last column-parallel call.
@@ -137,7 +133,7 @@ class LinearAutotuner(GroupAutotuners):
             if weight is None:
                 return False
         stock = self._stock_calls.get(_pass_of(layer, x, weight))
-        if stock is None or not stock.least <= x.numel() < stock.below or is_recomputed_by_torch():
+        if stock is None or not stock.least <= x.numel() < stock.below or recomputed_by_torch():
             return False
         if stock.search is not None:
             if stock.search.calls >= stock.search.free_until:
@@ -154,11 +150,7 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call with its candidate.
-
-        A column-parallel call with the input of the call before it shares the gathered input. It takes the candidate of
-        that call, untimed.
-        """
+        """Runs a call with its candidate, or untimed with that of the call before if both gather the same input."""
         x, weight, group = call.x, call.weight, call.group
         gathers = call.op == "ag_gemm"
         shared = self._candidate_of_same(group, x) if gathers else None
@@ -215,10 +207,7 @@ class LinearAutotuner(GroupAutotuners):
 
     @property
     def compares_blocks(self) -> bool:
-        """Whether a block of layers may run in batch overlap in this pass.
-
-        A pass without gradients needs a linear layer that has been measured in such a pass.
-        """
+        """Whether blocks may run in batch overlap. A pass without gradients needs a linear layer measured in one."""
         if not self.enabled or _grad_enabled():
             return self.enabled
         kinds = (kind for each in self._autotuners.values() for kind in each.kinds.values())
@@ -258,11 +247,8 @@ class LinearAutotuner(GroupAutotuners):
             # Layers outside the block, such as the output layer, keep their candidate; their calls begin no step.
             for kind in separate if not sharded else ():
                 kind.step = Step(kind.search.selected.candidate)
-            self.paused = autotuner.kinds[kind_of_block].search.measuring
-            try:
+            with replaced(vars(self), paused=autotuner.kinds[kind_of_block].search.measuring):
                 return run(candidate)
-            finally:
-                self.paused = False
 
         variant = f"of {len(layers)} layers" + (" by sequences" if overlap == SEQUENCE_OVERLAP else "")
         kind_of_block = Call("block", rows, x.shape[-1], x.shape[-1], dtype, backward, variant)
@@ -275,24 +261,21 @@ class LinearAutotuner(GroupAutotuners):
         return output
 
     def drop(self) -> None:
-        """See `GroupAutotuners`."""
         super().drop()
         self._forward_only, self._last = ForwardOnlyCalls(self._transport), None
         self._stock_calls.clear()
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
-        if is_recomputed_by_torch():
-            return f"unmeasured p2p runs: {RECOMPUTED_BY_TORCH}"
+        if reason := recomputed_by_torch():
+            return f"unmeasured p2p runs: {reason}"
         if call.main_grad is not None and not call.x.is_cuda and not is_te_linear(call.layer):
             return "unmeasured p2p runs: the stock path of local layers adds to main_grad on CUDA only"
         return None
 
     def lines(self) -> tuple[AutotuneLine, ...]:
-        """See `GroupAutotuners`."""
         return *super().lines(), *self._forward_only.lines()
 
     def line(self, kind: Kind) -> AutotuneLine:
-        """See `GroupAutotuners`."""
         line = super().line(kind)
         if kind.call in self._replaced and kind.search.measuring:
             return replace(line, reason="not measured to the end: its block runs in batch overlap")
@@ -337,15 +320,11 @@ def _pass_of(layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> t
 
 def _kind_of(call: LinearCall) -> Call:
     x, weight = call.x, call.weight
-    return Call(
-        call.op,
-        gathered_rows(x, call.group.size() if call.op == "ag_gemm" else 1),
-        weight.shape[1],
-        weight.shape[0],
-        str(x.dtype).removeprefix("torch."),
-        backward=_grad_enabled() and (x.requires_grad or weight.requires_grad),
-        variant="frozen" if not weight.requires_grad else "main_grad" if call.main_grad is not None else "",
-    )
+    rows = gathered_rows(x, call.group.size() if call.op == "ag_gemm" else 1)
+    dtype = str(x.dtype).removeprefix("torch.")
+    backward = _grad_enabled() and (x.requires_grad or weight.requires_grad)
+    variant = "frozen" if not weight.requires_grad else "main_grad" if call.main_grad is not None else ""
+    return Call(call.op, rows, weight.shape[1], weight.shape[0], dtype, backward, variant)
 
 
 def _inside(kinds: Sequence[Kind], layers: Sequence[Any]) -> Sequence[Kind]:

@@ -8,8 +8,6 @@ backward it starts the all-gather of each part's gradient, which the embedding w
 """
 
 import functools
-from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -18,26 +16,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.dispatch import EMBEDDING, LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import BatchDivision, Division, sequence_division
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    GENERATION,
-    is_capturing,
-    linears_of,
-    reads_only_sum,
-    unsupported_gradient_reason,
-    unsupported_layer_reason,
-)
-from megatron_overlap.adapters.tensor_parallel.layer_handoff import (
-    InputPart,
-    LayerHandoff,
-    PendingEmbedding,
-    PendingOutput,
-    PendingPart,
-)
+from megatron_overlap.adapters.tensor_parallel.layer_handoff import InputPart, PendingEmbedding, PendingOutput
 from megatron_overlap.adapters.tensor_parallel.split_layer import SplitLayer
-from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced_forward, tracing, untraced
+from megatron_overlap.adapters.wrapping import Method, is_hooked, replaced, tracing, untraced
 from megatron_overlap.autotune.candidates import BATCH_OVERLAP, SEPARATE_LAYERS, SEQUENCE_OVERLAP, Candidate
 from megatron_overlap.session import Session
 
@@ -68,12 +52,11 @@ def block_forward(original: Method, session: Session) -> Method:
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         def run(candidate: Candidate) -> Any:
-            adapter.split = used = _SPLITS.get(candidate, "none")
-            given = _with_embedding(kwargs, layer_handoff) if used == "none" else kwargs
-            try:
+            used, given = _SPLITS.get(candidate, "none"), kwargs
+            if used == "none" and (pending := layer_handoff.take(kwargs.get("hidden_states"))) is not None:
+                given = {**kwargs, "hidden_states": _whole(pending)}
+            with replaced(vars(adapter), split=used):
                 output = recorded(self, *args, **given)
-            finally:
-                adapter.split = "none"
             if self.config.recompute_granularity == "full":
                 _recompute_with(adapter, used, output)
             return output
@@ -90,7 +73,7 @@ def block_forward(original: Method, session: Session) -> Method:
             if reason is None:
                 embedding = layer_handoff.stored(x)
                 leaf = embedding.terms if isinstance(embedding, PendingEmbedding) else x
-                reason = unsupported_gradient_reason(self, leaf)
+                reason = eligibility.unsupported_gradient_reason(self, leaf)
             if reason is None:
                 return adapter.autotuner.run_block(self.layers, x, run, overlap, leaf)
             reasons.append(reason)
@@ -101,7 +84,7 @@ def block_forward(original: Method, session: Session) -> Method:
         communicates = self.config.tensor_model_parallel_size > 1 and self.layers
         runs_measured = communicates and adapter.autotuner.enabled and not tracing()
         if runs_measured and kwargs.get("inference_context") is not None:
-            session.counters.exclude("batch overlap", GENERATION)
+            session.counters.exclude("batch overlap", eligibility.GENERATION)
             runs_measured = False
         if runs_measured and adapter.autotuner.compares_blocks:
             return measured(self, *args, **kwargs)
@@ -124,7 +107,7 @@ def layer_forward(original: Method, session: Session) -> Method:
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
         if arguments.get("inference_context") is not None:
-            session.counters.exclude("batch overlap", GENERATION)
+            session.counters.exclude("batch overlap", eligibility.GENERATION)
             return original(self, *args, **kwargs)
         x = arguments["hidden_states"]
         pending = layer_handoff.take(x)
@@ -133,7 +116,7 @@ def layer_forward(original: Method, session: Session) -> Method:
         # Also for a pending output: the layer before it cannot see in which precision this one runs.
         unknown = len(args) > len(_POSITIONAL)
         reason = "positional arguments" if unknown else _unsupported_reason(self, arguments, adapter, adapter.split)
-        reason = reason or unsupported_gradient_reason(self, x)
+        reason = reason or eligibility.unsupported_gradient_reason(self, x)
         if reason is not None:
             session.counters.fallback("layer", "transformer layer", "batch_overlap", "forward", reason)
             if pending is not None:
@@ -145,12 +128,10 @@ def layer_forward(original: Method, session: Session) -> Method:
             division: Division = BatchDivision()
             if adapter.split == "sequence":
                 division = sequence_division(self, x, session.config.tensor.split_at)
-            parts: Sequence[PendingPart]
             if pending is None:
-                parts = [InputPart(part) for part in division.parts(x)]
+                pending = PendingOutput(x, [InputPart(part) for part in division.parts(x)], division)
             else:
-                parts = split_layer.embedded(division.rows(pending.terms))
-            pending = PendingOutput(x, parts, division)
+                pending = PendingOutput(x, split_layer.embedded(division.rows(pending.terms)), division)
         follower = layer_handoff.next_layer(self)
         if follower is not None and _unsupported_reason(follower, arguments, adapter, adapter.split) is not None:
             follower = None
@@ -159,7 +140,7 @@ def layer_forward(original: Method, session: Session) -> Method:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = original if adapter.split == "none" else split
-        if skips_outputs and layer_handoff.is_unread(self) and reads_only_sum(self):
+        if skips_outputs and layer_handoff.is_unread(self) and eligibility.reads_only_sum(self):
             with adapter.unread(self.mlp.linear_fc2):
                 return run(self, *args, **kwargs)
         return run(self, *args, **kwargs)
@@ -195,12 +176,6 @@ def _recompute_with(adapter: LinearAdapter, split: _Split, output: Any) -> None:
         node.register_prehook(begin)
 
 
-def _with_embedding(arguments: dict[str, Any], layer_handoff: LayerHandoff) -> dict[str, Any]:
-    """The keyword arguments of a block, with the complete output of the embedding if that is pending."""
-    pending = layer_handoff.take(arguments.get("hidden_states"))
-    return arguments if pending is None else {**arguments, "hidden_states": _whole(pending)}
-
-
 def _whole(pending: PendingOutput | PendingEmbedding) -> torch.Tensor:
     """The complete output of a layer or of the embedding, for the whole micro-batch."""
     whole = pending.whole()
@@ -210,17 +185,17 @@ def _whole(pending: PendingOutput | PendingEmbedding) -> torch.Tensor:
 
 def _unsupported_reason(layer: Any, arguments: dict[str, Any], adapter: LinearAdapter, split: str) -> str | None:
     """The reason that a layer runs on the whole micro-batch; None if it supports `split`."""
-    if is_capturing(arguments["hidden_states"]):
-        return CAPTURED
+    if eligibility.is_capturing(arguments["hidden_states"]):
+        return eligibility.CAPTURED
     if adapter.fused:
         return "method fused does not split the batch"
-    reason = unsupported_layer_reason(layer, arguments, split)
+    reason = eligibility.unsupported_layer_reason(layer, arguments, split)
     if reason is not None or not layer.config.sequence_parallel:
         return reason
     if adapter.splits_queries:
         return "attention query_split hides the reduce-scatter of the output projection"
     x = arguments["hidden_states"]
-    for op, linear in zip(("ag_gemm", "gemm_rs") * 2, linears_of(layer), strict=True):
+    for op, linear in zip(("ag_gemm", "gemm_rs") * 2, eligibility.linears_of(layer), strict=True):
         if reason := adapter.unsupported_reason(x, linear.weight, linear.tp_group, op):
             return reason
     return None
@@ -261,11 +236,12 @@ def model_forward(original: Method, session: Session) -> Method:
             """`LanguageModelEmbedding.forward`, up to the sum over ranks."""
             return layer_handoff.put(PendingEmbedding(words(input_ids), words.tp_group))
 
-        with ExitStack() as replaced:
-            replaced.enter_context(replaced_forward(words, functools.partial(_own_terms, words)))
-            replaced.enter_context(replaced_forward(embedding, pending))
-            replaced.callback(layer_handoff.drop)
-            return original(self, *args, **kwargs)
+        own_terms = functools.partial(_own_terms, words)
+        with replaced(vars(words), forward=own_terms), replaced(vars(embedding), forward=pending):
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                layer_handoff.drop()
 
     return forward
 
@@ -287,7 +263,7 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     if len(args) > len(_MODEL_POSITIONAL):
         return "positional arguments"
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
-        return GENERATION
+        return eligibility.GENERATION
     given = [name for name in _READERS if kwargs.get(name) is not None]
     if given:
         return f"the model is called with {', '.join(given)}"
@@ -300,8 +276,8 @@ def _unsupported_model_reason(model: Any, args: tuple[Any, ...], kwargs: dict[st
     captures = getattr(config, "cuda_graph_impl", "none") != "none"
     if config.fp8 or getattr(config, "fp4", None) or config.cpu_offloading or captures:
         return "the block converts, offloads or captures its input"
-    if is_capturing(words.weight):
-        return CAPTURED
+    if eligibility.is_capturing(words.weight):
+        return eligibility.CAPTURED
     if not (embedding.reduce_scatter_embeddings and words.reduce_scatter_embeddings):
         return "position embeddings are added before the reduce-scatter"
     if embedding.config.fp32_residual_connection or getattr(embedding.config, "use_mup", False):

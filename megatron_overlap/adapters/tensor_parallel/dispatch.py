@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,19 +19,14 @@ import torch.distributed as dist
 
 from megatron_overlap.adapters.diagnostics.consistency import open_device_transport, open_transport
 from megatron_overlap.adapters.diagnostics.reference_check import Check
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.autotune import LinearAutotuner
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall, LinearHooks
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    CAPTURED,
-    is_capturing,
-    is_te_linear,
-    repeats_weights,
-    unsupported_tensors_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
+from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
-from megatron_overlap.comm import PART_CHANNELS, Transport
+from megatron_overlap.comm import Transport
 from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
@@ -64,10 +59,12 @@ class LinearAdapter(Adapter):
         assigned: what runs the calls of a layer in batch overlap, for the time of one call.
         split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
+        transports: the open ones of `transport`, by group.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._counters = session, session.counters
+        super().__init__(session)
+        self._counters = session.counters
         tensor, deterministic = session.config.tensor, session.config.deterministic
         # On the CPU a ring asks which messages are complete. A deterministic run must not depend on that.
         auto: Pattern | None = "direct" if deterministic else None
@@ -87,38 +84,26 @@ class LinearAdapter(Adapter):
         self.split = self._configured_split = "none" if tensor.split == "auto" else tensor.split
         self.layer_handoff = LayerHandoff()
         self.check = session.adapter(Check)
-        self._transports: dict[dist.ProcessGroup, Transport] = {}
+        self.transports: dict[dist.ProcessGroup, Transport] = {}
         self._part_gathers: dict[dist.ProcessGroup, PartGathers | None] = {}
         self._hooks: dict[tuple[str, str, torch.Size, bool], LinearHooks] = {}
-        self._fused_transports = FusedTransports(session, partial(open_transport, session))
+        self._fused_transports = FusedTransports(session)
         self._p2p = P2PBackend(self, self.plan)
         self._fused = FusedBackend(self._fused_transports)
-        self.autotuner = LinearAutotuner(
-            session, self.run_candidate, self._fused.candidates, self.check, self.transport
-        )
+        self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.transport)
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
-        self._candidates: dict[Candidate, OverlapBackend] = {}
+        self._backend = cache(self._new_backend)
         self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
         self._unlisted = dict(_NOT_OVERLAPPED)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of a tensor-parallel group; closed with the session. The first call is collective."""
-        transport = self._transports.get(group)
+        transport = self.transports.get(group)
         if transport is None:
             # The tree of sums is over all ranks of a group, and not over those of a host.
-            transport = open_device_transport(self._session, group, over_nodes=not self.tp_invariant)
-            self._transports[group] = transport
+            transport = open_device_transport(self.session, group, over_nodes=not self.tp_invariant)
+            self.transports[group] = transport
         return transport
-
-    def is_capturable(self, group: dist.ProcessGroup) -> bool:
-        """Whether a CUDA graph can capture an operation on `group`, whose transport must be open."""
-        transport = self._transports.get(group)
-        return transport is not None and transport.capturable
-
-    def part_transports(self, group: dist.ProcessGroup) -> tuple[Transport, Transport]:
-        """The transports of the parts of a split micro-batch, as `transport`."""
-        first, second = (open_transport(self._session, group, channel) for channel in PART_CHANNELS)
-        return first, second
 
     def part_gathers(self, group: dist.ProcessGroup) -> PartGathers | None:
         """The all-gathers of the parts by copy engines; None where the group has none."""
@@ -157,7 +142,7 @@ class LinearAdapter(Adapter):
                 return reason
         if self.check.fallbacks and (reason := self.check.fallbacks.get(_check_name(op, weight))):
             return reason
-        return unsupported_tensors_reason(x, weight, group)
+        return eligibility.unsupported_tensors_reason(x, weight, group)
 
     def run(self, call: LinearCall, layer_reason: str | None) -> LayerOutput:
         """Runs `call` on the selected backend, or the stock path if its layer has a reason."""
@@ -169,7 +154,7 @@ class LinearAdapter(Adapter):
         if reason is not None:
             call.hooks.fallback(reason)
             return call.run_stock()
-        if is_capturing(call.x):
+        if eligibility.is_capturing(call.x):
             return self._run_captured(call)
         if call.layer is self._unread:
             call = replace(call, skip_output=True)
@@ -226,16 +211,11 @@ class LinearAdapter(Adapter):
         """Runs `call` with a candidate of the autotuner."""
         return _run_stock(call) if candidate == STOCK else self.run_overlapped(call, self._backend(candidate))
 
-    def _backend(self, candidate: Candidate) -> OverlapBackend:
-        backend = self._candidates.get(candidate)
-        if backend is None:
-            if candidate.method == "fused":
-                backend = FusedBackend(self._fused_transports, candidate.knobs)
-            else:
-                chunks = candidate.chunks_per_rank
-                backend = P2PBackend(self, replace(self.plan, pattern=candidate.pattern, chunks_per_rank=chunks))
-            self._candidates[candidate] = backend
-        return backend
+    def _new_backend(self, candidate: Candidate) -> OverlapBackend:
+        if candidate.method == "fused":
+            return FusedBackend(self._fused_transports, candidate.knobs)
+        plan = replace(self.plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
+        return P2PBackend(self, plan)
 
     @contextmanager
     def assign(
@@ -248,14 +228,9 @@ class LinearAdapter(Adapter):
         finally:
             self.assigned = {}
 
-    @contextmanager
-    def unread(self, layer: torch.nn.Module) -> Iterator[None]:
+    def unread(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         """Inside the context no code reads the output of the row-parallel `layer`. The same on every rank."""
-        self._unread = layer
-        try:
-            yield
-        finally:
-            self._unread = None
+        return replaced(vars(self), _unread=layer)
 
     def step_ended(self) -> None:
         # An exception may have left the state of its backward pass.
@@ -264,7 +239,7 @@ class LinearAdapter(Adapter):
 
     def close(self) -> None:
         """Frees the symmetric memory. The session closes the transports."""
-        for transports in (self._transports, self._part_gathers):
+        for transports in (self.transports, self._part_gathers):
             transports.clear()
         self._fused_transports.close()
 
@@ -285,15 +260,16 @@ class P2PBackend:
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
         """The reason that this backend cannot run `call`; None if it can."""
-        if self._plan.tree and is_te_linear(call.layer):
+        if self._plan.tree and eligibility.is_te_linear(call.layer):
             return "tp_invariant supports local layers: use --transformer-impl local"
         return self._adapter.unsupported_reason(call.x, call.weight, call.group, call.op)
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
         """The reason that a CUDA graph cannot capture `call`; None if it can."""
-        if not self._adapter.is_capturable(call.group):
-            return CAPTURED
-        return None if _shapes(call) in self._capturable else f"{CAPTURED} before a call of the same shape"
+        transport = self._adapter.transports.get(call.group)  # it must be open
+        if transport is None or not transport.capturable:
+            return eligibility.CAPTURED
+        return None if _shapes(call) in self._capturable else f"{eligibility.CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
         """The output of `call.op`. For the reference check (`checked`) no gradient is deferred, no input is counted."""
@@ -306,7 +282,7 @@ class P2PBackend:
             options["on_save"] = None if checked else call.hooks.saved
         if call.op in ("copy_gemm", "gemm_ar"):
             # A replay must not compute the weight gradient of a layer outside the graph.
-            alone = checked or is_capturing(call.x) or repeats_weights(call.layer)
+            alone = checked or eligibility.is_capturing(call.x) or eligibility.repeats_weights(call.layer)
             options["deferred_wgrad"] = None if alone else self._adapter.deferred_wgrad
         if call.op in ("gemm_rs", "gemm_ar"):
             options["skip_output"] = call.skip_output and not checked
@@ -314,21 +290,21 @@ class P2PBackend:
 
 
 class FusedTransports:
-    """The symmetric memory of each group that has it. `messages` opens messages between nodes, as of `open_fused`."""
+    """The symmetric memory of each group that has it."""
 
-    def __init__(self, session: Session, messages: Callable[[dist.ProcessGroup], Transport]) -> None:
-        self.hopper = session.config.tensor.kernels == "hopper"
-        self._counters, self._messages, self._timeout_s = session.counters, messages, session.config.timeout_s
+    def __init__(self, session: Session) -> None:
+        self._session, self.hopper = session, session.config.tensor.kernels == "hopper"
         self._transports: dict[dist.ProcessGroup, FusedTransport | str] = {}
         if session.config.tensor.method == "fused":
-            self._counters.symmetric_memory = self.memory
+            session.counters.symmetric_memory = self.memory
 
     def open(self, group: dist.ProcessGroup) -> FusedTransport | str:
         """The fused transport of `group`, or the reason that it has none. The first call is collective."""
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = open_fused(group, self._messages, timeout_s=self._timeout_s)
-            self._counters.symmetric_memory = self.memory
+            messages, timeout_s = partial(open_transport, self._session), self._session.config.timeout_s
+            transport = self._transports[group] = open_fused(group, messages, timeout_s=timeout_s)
+            self._session.counters.symmetric_memory = self.memory
         return transport
 
     def memory(self) -> list[SymmetricMemory]:
@@ -373,7 +349,7 @@ class FusedBackend:
 
     def unsupported_capture_reason(self, call: LinearCall) -> str | None:
         """See `P2PBackend`. Kernels compare flags with the epoch of their call, which a replay would repeat."""
-        return f"{CAPTURED}: fused kernels cannot be replayed"
+        return f"{eligibility.CAPTURED}: fused kernels cannot be replayed"
 
     def candidates(self, call: LinearCall) -> list[Candidate]:
         """Candidates of the autotuner. The first call for Hopper kernels tests them on the device."""

@@ -12,7 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_overlap.adapters.tensor_parallel.eligibility import BATCH_DIMENSION, linears_of
-from megatron_overlap.adapters.wrapping import replaced_forward
+from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.ops.tensor_parallel.batch_overlap import join_rows, split_rows
 from megatron_overlap.schedules.heuristics import balanced_rows
 
@@ -84,10 +84,7 @@ Division = BatchDivision | SequenceDivision
 
 
 def sequence_division(layer: Any, x: torch.Tensor, split_at: float | Literal["auto"]) -> SequenceDivision:
-    """The division of the sequence for `layer` and the layers after it.
-
-    `x` `[S/R, B, H]` are own rows of its input; `TensorOverlap` describes `split_at`.
-    """
+    """The division for `layer` and later ones; `x` `[S/R, B, H]`: own rows. `TensorOverlap` describes `split_at`."""
     group, num_rows = layer.self_attention.linear_proj.tp_group, x.shape[0]
     if split_at != "auto":
         return SequenceDivision(group, min(max(round(split_at * num_rows), 1), num_rows - 1))
@@ -113,13 +110,9 @@ class SplitCoreAttention:
     @contextmanager
     def part(self, number: int) -> Iterator[None]:
         """Inside the context the core attention runs on one part. The first part runs first."""
-        attention = self._attention
-        configured, attention.checkpoint_core_attention = attention.checkpoint_core_attention, False
-        try:
-            with replaced_forward(self._core, partial(self._run_part, number)):
-                yield
-        finally:
-            attention.checkpoint_core_attention = configured
+        core, attention, forward = vars(self._core), vars(self._attention), partial(self._run_part, number)
+        with replaced(attention, checkpoint_core_attention=False), replaced(core, forward=forward):
+            yield
 
     def _run_part(
         self, number: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

@@ -1,6 +1,5 @@
 """Every reason that keeps a tensor-parallel call on the stock path. The report prints these texts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_overlap.adapters.wrapping import (
-    RECOMPUTED_BY_TORCH,
-    Method,
-    is_hooked,
-    is_pre_hooked,
-    is_recomputed_by_torch,
-)
+from megatron_overlap.adapters.wrapping import is_hooked, is_pre_hooked, recomputed_by_torch
 from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
@@ -73,6 +66,7 @@ _LAYER_STEPS = {
         "_forward_post_mlp",
     )
 }
+_ROW_GEMM = RowParallelLinear._forward_impl
 _RECOMPUTE_FIELDS = ("recompute_input_layernorm", "recompute_pre_mlp_layernorm", "recompute_mlp")
 _OFFLOAD_FIELDS = ("offload_attn_norm", "offload_mlp_norm")
 
@@ -116,21 +110,21 @@ def unsupported_column_reason(layer: Any, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def unsupported_row_reason(layer: Any, x: torch.Tensor, group: dist.ProcessGroup, stock_gemm: Method) -> str | None:
-    """The reason in a `RowParallelLinear`; `stock_gemm` is Megatron's `RowParallelLinear._forward_impl`."""
+def unsupported_row_reason(layer: Any, x: torch.Tensor) -> str | None:
+    """The reason in a `RowParallelLinear`, or in the input `x` of a call."""
     if layer.explicit_expert_comm:
         return EXPERT
     if not layer.input_is_parallel:
         return "input is not parallel"
-    if type(layer)._forward_impl is not stock_gemm:
+    if type(layer)._forward_impl is not _ROW_GEMM:
         return f"{type(layer).__name__} overrides the GEMM (_forward_impl)"
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return _GTP
     context = layer.config._cpu_offloading_context
     if context is not None and context.inside_context is True:
         return _OFFLOADED
-    if layer.sequence_parallel and x.shape[0] % group.size():
-        return _INDIVISIBLE.format(group.size())
+    if layer.sequence_parallel and x.shape[0] % layer.tp_group.size():
+        return _INDIVISIBLE.format(layer.tp_group.size())
     return None
 
 
@@ -281,12 +275,6 @@ def reads_only_sum(layer: Any) -> bool:
     return not fused and getattr(layer.config, "mlp_chunks_for_training", 1) == 1
 
 
-def _rotary_angles(arguments: dict[str, Any]) -> Sequence[torch.Tensor | None]:
-    """The rotary angles of queries and keys `[S, 1, 1, D]`; with `[S, B, 1, D]` each sequence has its own."""
-    angles = arguments.get("rotary_pos_emb")
-    return angles if isinstance(angles, tuple) else (angles,)
-
-
 def linears_of(layer: Any) -> tuple[Any, Any, Any, Any]:
     """The linear layers of a transformer layer with QKV in one of them, column- and row-parallel in turn."""
     attention, mlp = layer.self_attention, layer.mlp
@@ -316,8 +304,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
         return f"unknown arguments: {', '.join(unknown)}"
     if overridden := _overridden_step(layer):
         return f"{type(layer).__name__} overrides {overridden}"
-    if is_recomputed_by_torch():
-        return RECOMPUTED_BY_TORCH
+    if reason := recomputed_by_torch():
+        return reason
     attention, mlp = layer.self_attention, layer.mlp
     if any("forward" in vars(module) for module in (layer, attention, mlp)):
         return "the forward of the layer, its attention or its MLP is replaced"
@@ -339,7 +327,8 @@ def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) 
             return "a row-parallel layer adds its bias itself"
     if repeats_weights(layer):
         return "--mtp-use-repeated-layer: a weight has several gradients in a pass"
-    if any(each is not None and each.shape[1] > 1 for each in _rotary_angles(arguments)):
+    angles = arguments.get("rotary_pos_emb")  # `[S, 1 or B, 1, D]`, or those of queries and those of keys
+    if any(each is not None and each.shape[1] > 1 for each in (angles if isinstance(angles, tuple) else (angles,))):
         return "each sequence has rotary angles of its own"
     if getattr(config, "fused_residual_rmsnorm", False) or getattr(config, "inference_fuse_tp_communication", False):
         return "the kernel of another layer adds the residual"

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -252,14 +253,12 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 @torch.no_grad()
 def _us(run: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
     """Microseconds of the fastest of some runs, after one that is not counted."""
-    fastest = math.inf
-    for number in range(1 + repeats):
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
+    synchronize = partial(torch.cuda.synchronize, x.device) if x.is_cuda else lambda: None
+    times_s = []
+    for _ in range(1 + repeats):
+        synchronize()
         start = time.perf_counter()
         run()
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        if number:
-            fastest = min(fastest, time.perf_counter() - start)
-    return fastest * 1e6
+        synchronize()
+        times_s.append(time.perf_counter() - start)
+    return min(times_s[1:]) * 1e6

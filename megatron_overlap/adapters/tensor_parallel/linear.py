@@ -12,21 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
+from megatron_overlap.adapters.tensor_parallel import eligibility
 from megatron_overlap.adapters.tensor_parallel.call import NO_MAIN_GRAD, LayerOutput, LinearCall, main_grad_of
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
-from megatron_overlap.adapters.tensor_parallel.eligibility import (
-    EXPERT,
-    is_capturing,
-    is_te_linear,
-    te_communicates,
-    unsupported_column_reason,
-    unsupported_row_reason,
-    unsupported_te_reason,
-)
 from megatron_overlap.adapters.tensor_parallel.forward_only import is_forward_only
 from megatron_overlap.adapters.wrapping import Method, tracing, untraced
 from megatron_overlap.session import Session
@@ -41,7 +32,6 @@ _OPS = {
 _NORM = "_overlap_norm"
 _DUPLICATED = "every rank holds the whole weight: the layer does not communicate"
 _FUSED = "Megatron fuses reduce-scatter, norm and all-gather of this layer"
-_MXFP8 = "the weight is MXFP8"
 
 
 def column_forward_impl(original: Method, session: Session) -> Method:
@@ -64,7 +54,7 @@ def column_forward_impl(original: Method, session: Session) -> Method:
         hooks, bias = adapter.hooks("column", op, x, weight), kwargs.get("bias")
         run_stock = functools.partial(original, layer, x, weight, *args, **kwargs)
         call = LinearCall(layer, op, x, weight, bias, group, *into, hooks, run_stock, lambda output: output)
-        reason = unsupported_column_reason(layer, args, kwargs)
+        reason = eligibility.unsupported_column_reason(layer, args, kwargs)
         silent = op == "copy_gemm" and not kwargs.get("allreduce_dgrad")
         if reason is None and silent and not adapter.tp_invariant:
             return call.run_not_communicating()
@@ -88,7 +78,7 @@ def row_forward(original: Method, session: Session) -> Method:
     Equals `reduce_scatter(input @ weight.T)` under sequence parallelism, otherwise `all_reduce(input @ weight.T)`. The
     bias is added, or returned with `skip_bias_add`.
     """
-    adapter, stock_gemm = session.adapter(LinearAdapter), RowParallelLinear._forward_impl
+    adapter = session.adapter(LinearAdapter)
     tuned, runs_stock = adapter.autotuner.enabled, adapter.autotuner.runs_stock
 
     @untraced
@@ -103,7 +93,7 @@ def row_forward(original: Method, session: Session) -> Method:
         hooks = adapter.hooks("row", op, input_, weight)
         run_stock, result = functools.partial(original, self, input_), functools.partial(add_row_bias, self)
         call = LinearCall(self, op, input_, weight, None, group, *into, hooks, run_stock, result)
-        return adapter.run(call, unsupported_row_reason(self, input_, group, stock_gemm))
+        return adapter.run(call, eligibility.unsupported_row_reason(self, input_))
 
     return forward
 
@@ -121,11 +111,11 @@ def linear_forward(original: Method, session: Session) -> Method:
     def forward(self: Any, x: torch.Tensor) -> LayerOutput:
         if tuned and not adapter.assigned and runs_stock(self, x):
             return original(self, x)
-        if te_communicates(self):
-            return adapter.run(_call(self, x, original, adapter), unsupported_te_reason(self, x))
+        if eligibility.te_communicates(self):
+            return adapter.run(_call(self, x, original, adapter), eligibility.unsupported_te_reason(self, x))
         if self.parallel_mode is None and self.config.tensor_model_parallel_size > 1:
             is_expert = isinstance(self, TEColumnParallelLinear | TERowParallelLinear)
-            session.counters.exclude(type(self).__name__, EXPERT if is_expert else _DUPLICATED)
+            session.counters.exclude(type(self).__name__, eligibility.EXPERT if is_expert else _DUPLICATED)
         return original(self, x)
 
     return forward
@@ -136,7 +126,7 @@ def grouped_linear_forward(original: Method, session: Session) -> Method:
 
     @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session.counters.exclude(type(self).__name__, EXPERT)
+        session.counters.exclude(type(self).__name__, eligibility.EXPERT)
         return original(self, *args, **kwargs)
 
     return forward
@@ -152,9 +142,9 @@ def fused_mlp_forward(original: Method, session: Session) -> Method:
     @untraced
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         linears = self.linear_fc1, self.linear_fc2
-        if not all(map(te_communicates, linears)):
+        if not all(map(eligibility.te_communicates, linears)):
             return original(self, hidden_states, **kwargs)
-        reason = next(filter(None, map(unsupported_te_reason, linears)), None)
+        reason = next(filter(None, map(eligibility.unsupported_te_reason, linears)), None)
         if reason is None:
             return MLP.forward(self, hidden_states, **kwargs)
         for layer in linears:
@@ -180,10 +170,10 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
     @untraced
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight, kind = self.weight, self.parallel_mode
-        if self.training or is_capturing(x) or not te_communicates(self):
+        if self.training or eligibility.is_capturing(x) or not eligibility.te_communicates(self):
             return original(self, x, *args, **kwargs)
         if not isinstance(weight, torch.Tensor):
-            session.counters.exclude(type(self).__name__, _MXFP8)
+            session.counters.exclude(type(self).__name__, "the weight is MXFP8")
             return original(self, x, *args, **kwargs)
         if args or kwargs or not is_forward_only(x, weight):
             return original(self, x, *args, **kwargs)
@@ -198,7 +188,7 @@ def inference_linear_forward(original: Method, session: Session) -> Method:
         )
         fused = getattr(self, "skip_norm_and_all_gather", False)
         fused = fused or getattr(self, "next_layer_norm_weights", None) is not None
-        return adapter.run(call, _FUSED if fused else unsupported_te_reason(self, x))
+        return adapter.run(call, _FUSED if fused else eligibility.unsupported_te_reason(self, x))
 
     return forward
 
@@ -238,7 +228,7 @@ def norm_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def add_row_bias(layer: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result of a row-parallel layer: the output with its bias, or both with `skip_bias_add`."""
-    if is_te_linear(layer):
+    if eligibility.is_te_linear(layer):
         if layer.te_return_bias:
             return output, layer.bias
         return (output + layer.bias if layer.use_bias else output), None

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from megatron_overlap.adapters.diagnostics.consistency import open_transport
 from megatron_overlap.adapters.tensor_parallel.call import LayerOutput, LinearCall
 from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
+from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
     column_part,
@@ -173,10 +175,8 @@ class _Step:
             x = part_input(call.x, messages, self._input_slot)
             return call.result(column_part(x, call.weight, call.bias, messages, into, hooks.overlapped))
         if call.x is not self._normed:
-            raise RuntimeError(
-                f"an unknown operation changes the input of {type(call.layer).__name__}: "
-                "set overlap.tensor.split to none"
-            )
+            text = f"an unknown operation changes the input of {type(call.layer).__name__}"
+            raise RuntimeError(f"{text}: set overlap.tensor.split to none")
         output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped, on_save=hooks.saved)
         self.slot = reserve_slot()
         # A device does not report received messages.
@@ -225,7 +225,8 @@ class SplitLayer:
         self._layer, self._adapter, self._gathers = layer, adapter, layer.config.sequence_parallel
         self._group = group = layer.self_attention.linear_proj.tp_group
         if self._gathers:
-            self._transports, self._part_gathers = adapter.part_transports(group), adapter.part_gathers(group)
+            self._transports = [open_transport(adapter.session, group, channel) for channel in PART_CHANNELS]
+            self._part_gathers = adapter.part_gathers(group)
         else:
             self._buffer_pool = adapter.transport(group).buffer_pool
         self._deferred_wgrad = DeferredWgrad(num_terms=2)
@@ -282,22 +283,12 @@ class SplitLayer:
         return steps
 
     def _step(self, block: _Block, source: PendingPart, number: int) -> _Step:
-        adapter = self._adapter
+        deferred, saves, serial = self._deferred_wgrad, self._adapter.plan.save_gathered, self._adapter.serial
         messages: PartMessages
         if self._gathers:
-            messages = GatherScatterMessages(
-                self._transports[number],
-                self._deferred_wgrad,
-                save_gathered=adapter.plan.save_gathered,
-                serial=adapter.serial,
-                gathers=self._part_gathers,
-            )
+            own, gathers = self._transports[number], self._part_gathers
+            messages = GatherScatterMessages(own, deferred, save_gathered=saves, serial=serial, gathers=gathers)
         else:
-            messages = AllReduceMessages(
-                self._group,
-                self._buffer_pool,
-                self._deferred_wgrad,
-                num_wgrads=block.num_wgrads[number],
-                serial=adapter.serial,
-            )
-        return _Step(block, adapter, source, messages)
+            num_wgrads = block.num_wgrads[number]
+            messages = AllReduceMessages(self._group, self._buffer_pool, deferred, num_wgrads=num_wgrads, serial=serial)
+        return _Step(block, self._adapter, source, messages)

@@ -102,10 +102,8 @@ class ScriptRun:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != "megatron":
                 raise
-            raise UsageError(
-                f"{error.name}: not installed: install megatron-core 0.17 or later, or run the script of a "
-                "Megatron-LM checkout"
-            ) from error
+            remedy = "install megatron-core 0.17 or later, or run the script of a Megatron-LM checkout"
+            raise UsageError(f"{error.name}: not installed: {remedy}") from error
         self._session = enable(self._overlap)
         if self._run_dir is None:
             self._session.apply_patches(_OF_A_SCRIPT, required=True)
@@ -175,10 +173,7 @@ class ScriptRun:
 
 
 def validate_arguments() -> None:
-    """Validates Megatron's arguments of a launch on WORLD_SIZE GPUs with Megatron.
-
-    Arguments that Megatron does not know belong to a custom script.
-    """
+    """Validates Megatron's arguments of a launch on WORLD_SIZE GPUs. Unknown arguments belong to a custom script."""
     from megatron_overlap.adapters import cpu
 
     has_te = transformer_engine_available()

@@ -19,8 +19,6 @@ from megatron_overlap.session import Adapter, Session, installed_release, instal
 from megatron_overlap.tracing import EventFile, Exposed, Kind, Trace, exposed_in, timed_wait
 from megatron_overlap.version import __version__
 
-EVENTS = "events-rank{rank}.bin"
-
 _LOGGED = "elapsed time per iteration (ms):"
 _SERIES = "exposed communication"
 
@@ -58,7 +56,7 @@ class StepRecorder(Adapter):
         self._iteration = self._start_ns = 0
         self._since_log: list[tuple[float, float]] = []
         self.ended = False
-        events, self._evaluations = run_dir / EVENTS.format(rank=rank), run_dir / f"evaluations-rank{rank}.jsonl"
+        events, self._evaluations = run_dir / f"events-rank{rank}.bin", run_dir / f"evaluations-rank{rank}.jsonl"
         for path in (events, self._evaluations, self._json("meta"), self._json("report")):
             path.unlink(missing_ok=True)
         self._traced: tuple[EventFile, Trace] | None = None
@@ -67,7 +65,6 @@ class StepRecorder(Adapter):
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
-        """See `Adapter`."""
         with self._writing():
             self._steps.close()
         if self._traced is not None:

@@ -33,10 +33,8 @@ class UlyssesAdapter(Adapter):
     def __init__(self, session: Session) -> None:
         self.session = session
         wanted = session.config.ulysses
-        self.plan = UlyssesPlan(
-            num_groups=None if wanted.head_groups == "auto" else wanted.head_groups,
-            pattern="serial" if wanted.schedule == "serial" else "direct",
-        )
+        num_groups = None if wanted.head_groups == "auto" else wanted.head_groups
+        self.plan = UlyssesPlan(num_groups=num_groups, pattern="serial" if wanted.schedule == "serial" else "direct")
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, **options: Any
@@ -53,10 +51,7 @@ class UlyssesAdapter(Adapter):
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: it accepts context parallelism.
-
-    Raises UlyssesError if an option is not supported.
-    """
+    """Replacement of `DotProductAttention.__init__`: accepts context parallelism, or raises UlyssesError."""
     session.adapter(UlyssesAdapter)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,9 +64,8 @@ def attention_init(original: Method, session: Session) -> Method:
         original(self, alone, *args, **kwargs)
         self.config = config
         heads, kv_heads = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        mask, kind, dropout = self.attn_mask_type, self.attention_type, self.attention_dropout.p
-        group, tensor_size = context_group(self), self.tp_group.size()
-        text = _unsupported_reason(config, group, tensor_size, heads, kv_heads, dropout, mask, kind)
+        dropout, mask = self.attention_dropout.p, self.attn_mask_type
+        text = _unsupported_reason(self, context_group(self), self.tp_group.size(), heads, kv_heads, dropout, mask)
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
             text = f"--window-size {config.window_size}: not with Ulysses; leave it out"
         if text is not None:
@@ -102,9 +96,8 @@ def attention_forward(original: Method, session: Session) -> Method:
         if self.config.context_parallel_size == 1:
             return original(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         group = context_group(self)
-        text = _unsupported_call_reason(
-            query, key, value, attn_mask_type or self.attn_mask_type, attention_bias, packed_seq_params
-        )
+        mask = attn_mask_type or self.attn_mask_type
+        text = _unsupported_call_reason(query, key, value, mask, attention_bias, packed_seq_params)
         if text is not None:
             raise UlyssesError(f"overlap.ulysses: {text}")
         return adapter.attend(query, key, value, group, softmax_scale=scale_of(self))
@@ -155,9 +148,8 @@ def te_attention_forward(original: Method, session: Session) -> Method:
             heads = f"{query.shape[2]}x{query.shape[3]}"
             session.counters.fallback("attention", heads, "ulysses", "forward", reason)
             if query.device.type == "cpu":
-                raise UlyssesError(
-                    f"overlap.ulysses: {reason}. TransformerEngine's own context parallelism needs a GPU"
-                )
+                text = "TransformerEngine's own context parallelism needs a GPU"
+                raise UlyssesError(f"overlap.ulysses: {reason}. {text}")
             return original(self, *arguments, **kwargs)
         return adapter.attend(query, key, value, group, kernel=functools.partial(te_kernel, self, **kwargs))
 
@@ -186,59 +178,40 @@ def unsupported_te_core_reason(core: Any) -> str | None:
     if getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False):
         return "--qk-clip or --log-max-attention-logit: not with Ulysses"
     heads, kv_heads = config.num_attention_heads // core.tp_size, core.num_gqa_groups_per_partition
-    mask, kind = AttnMaskType[core.attn_mask_type], core.attention_type
-    return _unsupported_reason(config, group, core.tp_size, heads, kv_heads, core.attention_dropout, mask, kind)
+    mask = AttnMaskType[core.attn_mask_type]
+    return _unsupported_reason(core, group, core.tp_size, heads, kv_heads, core.attention_dropout, mask)
 
 
 def _unsupported_reason(
-    config: Any,
-    group: dist.ProcessGroup,
-    tensor_size: int,
-    heads: int,
-    kv_heads: int,
-    dropout: float,
-    mask: AttnMaskType,
-    kind: str,
+    core: Any, group: dist.ProcessGroup, tensor_size: int, heads: int, kv_heads: int, dropout: float, mask: AttnMaskType
 ) -> str | None:
     """The reason in an attention layer; `heads` and `kv_heads` are those of one tensor-parallel rank."""
+    config, kind, size, backend = core.config, core.attention_type, group.size(), dist.get_backend(group)
     softmax = getattr(config, "softmax_type", "vanilla")
+    resets_mask = getattr(training_arguments(), "reset_attention_mask", False)
+    multiple = f"must be a multiple of tensor x context parallel size = {tensor_size} x {size}"
     problems = (
-        (group.size() > MAX_RANKS, f"--context-parallel-size {group.size()}: use at most {MAX_RANKS}"),
-        (
-            heads % group.size() != 0,
-            f"--num-attention-heads {config.num_attention_heads}: must be a multiple of tensor x context parallel size "
-            f"= {tensor_size} x {group.size()}",
-        ),
+        (size > MAX_RANKS, f"--context-parallel-size {size}: use at most {MAX_RANKS}"),
+        (heads % size != 0, f"--num-attention-heads {config.num_attention_heads}: {multiple}"),
         (heads % kv_heads != 0, f"--num-query-groups {config.num_query_groups}: must divide --num-attention-heads"),
         (dropout > 0, f"--attention-dropout {dropout}: use 0 with Ulysses"),
         (mask is not AttnMaskType.causal, f"attention mask {mask.name}: use causal self-attention with Ulysses"),
         (kind != "self", f"{kind}-attention: use self-attention with Ulysses"),
         (softmax != "vanilla", f"--softmax-type {softmax}: use vanilla with Ulysses"),
-        (
-            getattr(training_arguments(), "reset_attention_mask", False),
-            "--reset-attention-mask: not with Ulysses; leave it out",
-        ),
-        (
-            dist.get_backend(group) not in ("gloo", "nccl"),
-            f"--distributed-backend {dist.get_backend(group)}: use gloo or nccl",
-        ),
+        (resets_mask, "--reset-attention-mask: not with Ulysses; leave it out"),
+        (backend not in ("gloo", "nccl"), f"--distributed-backend {backend}: use gloo or nccl"),
     )
     return next((text for wrong, text in problems if wrong), None)
 
 
 def _unsupported_call_reason(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask_type: AttnMaskType,
-    attention_bias: torch.Tensor | None,
-    packed_seq_params: Any,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: AttnMaskType, bias: Any, packed: Any
 ) -> str | None:
-    """The reason in the arguments of one call."""
+    """The reason in the arguments of one call: mask type, attention bias and parameters of packed sequences."""
     problems = (
-        (packed_seq_params is not None, "packed sequences: not with Ulysses; train unpacked"),
-        (attention_bias is not None, "attention bias: not with Ulysses"),
-        (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type}: use causal with Ulysses"),
+        (packed is not None, "packed sequences: not with Ulysses; train unpacked"),
+        (bias is not None, "attention bias: not with Ulysses"),
+        (mask is not AttnMaskType.causal, f"attention mask {mask}: use causal with Ulysses"),
         (query.shape[0] != key.shape[0], "key/value cache: generate without context parallelism"),
         (key.shape != value.shape, "keys and values of different head sizes: not with Ulysses"),
     )

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-    _yarn_get_concentration_factor_from_config,
-)
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -24,13 +22,8 @@ from megatron_overlap.adapters.diagnostics.consistency import open_device_transp
 from megatron_overlap.adapters.tensor_parallel.call import projection_of
 from megatron_overlap.adapters.tensor_parallel.eligibility import is_te_linear, unsupported_te_reason
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
-from megatron_overlap.adapters.ulysses.core_attention import (
-    UlyssesAdapter,
-    context_group,
-    scale_of,
-    te_kernel,
-    unsupported_te_core_reason,
-)
+from megatron_overlap.adapters.ulysses import core_attention
+from megatron_overlap.adapters.ulysses.core_attention import UlyssesAdapter
 from megatron_overlap.adapters.wrapping import Method, is_hooked, is_pre_hooked, run_pre_hooks, untraced
 from megatron_overlap.ops import ulysses_self_attention
 from megatron_overlap.schedules import SequenceLayout
@@ -67,9 +60,8 @@ def _is_supported(layer: Any) -> bool:
     # With one key/value head per rank, `ulysses_attention` has more head groups, because it also cuts the queries.
     if left or (kv_heads == 1 and layer.num_attention_heads_per_partition > layer.num_query_groups_per_partition):
         return False
-    plain = (_is_local(layer) or _is_te(layer)) and all(
-        isinstance(norm, IdentityOp | None) for norm in (layer.q_layernorm, layer.k_layernorm)
-    )
+    norms = layer.q_layernorm, layer.k_layernorm
+    plain = (_is_local(layer) or _is_te(layer)) and all(isinstance(norm, IdentityOp | None) for norm in norms)
     switches = ("attention_output_gate", "fine_grained_activation_offloading", "cpu_offloading", "test_mode", "fp8")
     return (
         plain
@@ -81,11 +73,8 @@ def _is_supported(layer: Any) -> bool:
 
 
 def _is_local(layer: Any) -> bool:
-    return (
-        type(layer.linear_qkv) is ColumnParallelLinear
-        and type(layer.linear_proj) is RowParallelLinear
-        and type(layer.core_attention) is DotProductAttention
-    )
+    modules = layer.linear_qkv, layer.linear_proj, layer.core_attention
+    return tuple(map(type, modules)) == (ColumnParallelLinear, RowParallelLinear, DotProductAttention)
 
 
 def _is_te(layer: Any) -> bool:
@@ -94,7 +83,7 @@ def _is_te(layer: Any) -> bool:
         and type(layer.linear_proj) is te_extension.TERowParallelLinear
         and type(layer.core_attention) is te_extension.TEDotProductAttention
         and layer.attn_mask_type is AttnMaskType.causal
-        and unsupported_te_core_reason(layer.core_attention) is None
+        and core_attention.unsupported_te_core_reason(layer.core_attention) is None
     )
 
 
@@ -130,7 +119,7 @@ def _forward(
     if config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]:
         freqs = None
     freqs = freqs[0] if isinstance(freqs, tuple) else freqs
-    group = context_group(layer)
+    group = core_attention.context_group(layer)
 
     def rotate(heads: torch.Tensor) -> torch.Tensor:
         return apply_rotary_pos_emb(heads, freqs, config=config, cp_group=group)
@@ -138,7 +127,7 @@ def _forward(
     core, (qkv, out) = layer.core_attention, modules
     kernel = None
     if is_te_linear(qkv):
-        kernel = functools.partial(te_kernel, core)
+        kernel = functools.partial(core_attention.te_kernel, core)
         if "layer_norm_weight" in qkv._parameters:
             hidden_states = norm_of(qkv)(hidden_states)
         qkv.is_first_microbatch = out.is_first_microbatch = False  # As Megatron's wrappers do after every forward.
@@ -152,7 +141,7 @@ def _forward(
         num_kv_heads=layer.num_query_groups_per_partition,
         group=open_device_transport(adapter.session, group),
         rotate=None if freqs is None else rotate,
-        softmax_scale=scale_of(core) if kernel is None else None,
+        softmax_scale=core_attention.scale_of(core) if kernel is None else None,
         layout=SequenceLayout.zigzag(hidden_states.shape[0] * group.size(), group.size()),
         plan=adapter.plan,
         observer=functools.partial(adapter.session.counters.overlapped, "attention", heads, "ulysses_layer"),

@@ -72,9 +72,8 @@ class VarlenAdapter(Adapter):
         if ranks % nodes:
             raise VarlenError(f"overlap.varlen.nodes: {nodes}: must divide the {ranks} context ranks, or auto")
         nics = min(wanted.nics_per_node, ranks // nodes)
-        self.topology = Topology(
-            nodes, ranks // nodes, nics, wanted.intra_gbps, wanted.inter_gbps, routing=wanted.routing
-        )
+        gbps = wanted.intra_gbps, wanted.inter_gbps
+        self.topology = Topology(nodes, ranks // nodes, nics, *gbps, routing=wanted.routing)
 
     def drop(self) -> None:
         """Closes the loader thread without waiting for the loaders; the session closes the transports."""
@@ -113,10 +112,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of `DotProductAttention`.
-
-    Raises VarlenError for an unsupported option.
-    """
+    """Core attention of a layer spec, as `DotProductAttention`. Raises VarlenError for an unsupported option."""
 
     def __init__(
         self,
@@ -211,8 +207,6 @@ class TokenRotary(torch.nn.Module):
 
 def _batch_of(packed_seq_params: Any) -> tuple[Batch, VarlenAdapter]:
     if not isinstance(packed_seq_params, PackedRows):
-        raise VarlenError(
-            "overlap.varlen: the model was called without a micro-batch of documents: use the provided scripts for "
-            "training and evaluation"
-        )
+        remedy = "use the provided scripts for training and evaluation"
+        raise VarlenError(f"overlap.varlen: the model was called without a micro-batch of documents: {remedy}")
     return packed_seq_params.batch, packed_seq_params.adapter

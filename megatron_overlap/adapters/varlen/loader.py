@@ -110,10 +110,8 @@ class DocumentLoader:
         count = len(documents)
         longest = max(map(documents.rows, range(count)), default=0)
         if not 0 < longest <= tokens:
-            raise ValueError(
-                f"documents: the longest of {count} has {longest} rows: give documents of 1 to {tokens} rows "
-                "(two ids make a row)"
-            )
+            remedy = f"give documents of 1 to {tokens} rows (two ids make a row)"
+            raise ValueError(f"documents: the longest of {count} has {longest} rows: {remedy}")
         self._documents, self._thread, self._planner = documents, thread, planner
         self._tokens, self._row_multiple = tokens, row_multiple
         self._skip, self._stride = first, stride

@@ -160,7 +160,7 @@ def against_stock(
         if carried_by == "copies":
             copies = device_copies(HostGroup(group))
             session.transports.insert(used, copies, "copies")
-            session.adapter(LinearAdapter)._transports[used] = copies
+            session.adapter(LinearAdapter).transports[used] = copies
         mine = run()
         if carried_by != "messages":
             assert all(session.transports.find(used, channel)._num_p2p_works for channel in PART_CHANNELS)

@@ -47,9 +47,9 @@ class Job:
 @contextmanager
 def in_a_graph() -> Iterator[None]:
     """The context of a capture of calls on the CPU."""
-    from megatron_overlap.adapters.tensor_parallel import dispatch
+    from megatron_overlap.adapters.tensor_parallel import eligibility
 
-    with patch.object(dispatch, "is_capturing", lambda x: True):
+    with patch.object(eligibility, "is_capturing", lambda x: True):
         yield
 
 
@@ -65,7 +65,7 @@ def copies(group: dist.ProcessGroup, tensor: dict[str, Any]) -> Iterator[Job]:
     transport = CopyTransport(backend)
     with enable(OverlapConfig(tensor=tensor), strict=True) as session:
         adapter = session.adapter(LinearAdapter)
-        adapter._transports[parallel_state.get_tensor_model_parallel_group()] = transport
+        adapter.transports[parallel_state.get_tensor_model_parallel_group()] = transport
         yield Job(session, adapter, backend, graph)
         dist.barrier(group)
     transport.close()
@@ -187,7 +187,7 @@ def reasons(group: dist.ProcessGroup) -> dict[str, list[str | None]]:
             after = p2p.unsupported_capture_reason(call)
             p2p._capturable.clear()
             before = p2p.unsupported_capture_reason(call)
-            job.adapter._transports.clear()
+            job.adapter.transports.clear()
             unopened = p2p.unsupported_capture_reason(call)
             job.adapter.transport(call.group)
             gloo = p2p.unsupported_capture_reason(call)
@@ -247,7 +247,7 @@ def settings_of_copies(group: dist.ProcessGroup) -> dict[str, bool]:
     with enable(OverlapConfig(tensor={"method": "auto"})) as session:
         adapter: Any = session.adapter(LinearAdapter)
         group = parallel_state.get_tensor_model_parallel_group()
-        adapter._transports[group] = SimpleNamespace(copy_engines=True)
+        adapter.transports[group] = SimpleNamespace(copy_engines=True)
         kind: Any = SimpleNamespace(rows=64, in_features=16, out_features=16, all_reduces=False)
         for op in ("ag_gemm", "gemm_rs", "copy_gemm", "gemm_ar"):
             call: Any = SimpleNamespace(group=group, op=op, x=torch.zeros(2, 2))

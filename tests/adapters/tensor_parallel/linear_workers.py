@@ -158,7 +158,7 @@ def against_stock(
             from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
             transport = opened.enter_context(closing(LateNodesTransport(group, nodes, on_device=True)))
-            session.adapter(LinearAdapter)._transports[layer.tp_group] = transport
+            session.adapter(LinearAdapter).transports[layer.tp_group] = transport
         mine = step(layer, x, dy, recompute=recompute)
         sites = session.report().sites
         dist.barrier(group)
