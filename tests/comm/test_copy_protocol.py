@@ -279,6 +279,24 @@ def test_what_a_call_enqueues() -> None:
         assert isinstance(rows_of, _GatheredRows) != any(message.copies for message in state.messages.all)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_the_queue_of_sends_runs(device: str) -> None:
+    """For each message the wait (w) for a free buffer, the copy (c) and the flag (f), if several are one call too.
+
+    A reduce-scatter waits for all buffers while its first GEMM runs.
+    """
+    backend = RecordedBackend(0, 4, {}, device)
+    transport, weight, plan = CopyTransport(backend), torch.ones(64, 64), LinearPlan(pattern="direct")
+    queue: Any = transport.queues.sending
+    kinds, wanted = {"w": "clears", "c": "writes", "f": "sets"}, {"ag_gemm": "wcf" * 3, "gemm_rs": "www" + "cf" * 3}
+    for op, expected in wanted.items():
+        before = len(queue.steps)
+        with torch.no_grad():
+            OPERATIONS[op](torch.ones(8, 64), weight, group=transport, plan=plan)
+        found = "".join(each for step in queue.steps[before:] for each in kinds if getattr(step, kinds[each]))
+        assert found == expected
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
     """A transport that planned other orders enqueues the same steps as a new one."""
