@@ -82,7 +82,7 @@ def repeated[Derived](
     """
     derived, ids = transport.buffer_pool.derived, tuple(map(id, of))
     found = derived.get(name or ids)
-    if found is None or tuple(map(id, found[0])) != ids:
+    if found is None or (name and tuple(map(id, found[0])) != ids):
         found = derived[name or ids] = of, build()  # `of` must live as long as its identity is compared
     return found[1]
 

@@ -119,18 +119,24 @@ class PartLayout(_Layout):
     one chunk per owner, in rank order. A part is one run of rows, so one GEMM computes it. The first chunks of a part
     get the remainder.
 
+    Attributes:
+        longest: rows of the longest chunk, by part.
+
     Raises:
         ValueError: a count is below one, or `num_rows` is negative.
     """
+
+    longest: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _Layout.__post_init__(self)
+        longest = tuple(self.num_chunk_rows(Chunk(0, part)) for part in range(self.chunks_per_rank))
+        object.__setattr__(self, "longest", longest)
 
     def _rows_of(self, chunk: Chunk) -> tuple[int, int]:
         first, last = _cut_parts(self.num_rows, self.chunks_per_rank, chunk.part, "both")
         start, stop = _cut(last - first, self.num_ranks, chunk.owner)
         return first + start, first + stop
-
-    def longest_chunk(self, part: int) -> int:
-        """Return the number of rows of the longest chunk of `part`."""
-        return self.num_chunk_rows(Chunk(0, part))
 
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]

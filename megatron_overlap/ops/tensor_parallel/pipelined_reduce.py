@@ -284,7 +284,7 @@ class _SummedRows(WorkRows):
         for k, message in enumerate(plan.messages):
             if message.recv.owner != plan.rank:
                 continue
-            num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest_chunk(message.recv.part)
+            num_rows, longest = layout.num_chunk_rows(message.recv), layout.longest[message.recv.part]
             if len(self.received) % (plan.num_ranks - 1) == 0 and num_rows == longest:
                 of_chunk = terms[first : first + (plan.num_ranks - 1) * longest]
                 of_chunk = of_chunk.unflatten(0, (plan.num_ranks - 1, longest))
@@ -295,10 +295,7 @@ class _SummedRows(WorkRows):
             first += longest
         self.gathers = [k for k in range(len(plan.messages)) if k not in self.received]
         # Each part begins at the same row on all ranks.
-        parts = (
-            () if summed is None else summed.split([layout.longest_chunk(part) for part in range(plan.chunks_per_rank)])
-        )
-        self._sums_of_parts = parts
+        self._sums_of_parts = parts = () if summed is None else summed.split(layout.longest)
         own = [layout.rows(Chunk(plan.rank, part)) for part in range(len(parts))]
         self.sums = [(rows, sums[: rows[1] - rows[0]]) for rows, sums in zip(own, parts, strict=True)]
         self.num_sent = sum(layout.num_chunk_rows(message.send) for message in plan.messages)
@@ -357,7 +354,7 @@ class PipelinedAllReduce:
         pool = self._buffer_pool = transport.buffer_pool
         self._on_device = transport.on_device
         self._in_place = self._on_device if add_in_place is None else add_in_place
-        longest = sum(map(layout.longest_chunk, range(plan.chunks_per_rank)))
+        longest = sum(layout.longest)
         terms = pool.take("received", ((plan.num_ranks - 1) * longest, out.shape[1]), out, symmetric=True)
         summed = pool.take("summed", (longest, out.shape[1]), out, symmetric=True) if transport.prepares else None
         of = plan, layout, terms, summed
