@@ -16,7 +16,7 @@ from megatron_overlap.diagnostics.heartbeat import Watchdog
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
 from tests.comm import watchdog_workers
-from tests.comm.copy_protocol import RecordedBackend, Recording
+from tests.comm.copy_protocol import RecordedBackend, RecordedQueue, Recording
 from tests.comm.watchdog_workers import DEADLINE_S, Late
 from tests.helpers.world import World
 
@@ -59,6 +59,21 @@ def test_a_failed_wait_on_the_host_names_the_message(world: World) -> None:
     (text, peer), other = world.run(2, watchdog_workers.gather_from_a_rank_that_sends_nothing)
     assert text.startswith(f"all_gather_linear: rank 10 could not {late(0, 11)}: word ")
     assert (peer, other) == (11, ("", None))
+
+
+def test_an_error_of_the_driver_names_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the host enqueues a step, the device waits for a message of an earlier operation."""
+    transport = CopyTransport(RecordedBackend(0, 2, {}, "cuda"))
+
+    def fail(queue: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+        transport.waits._words[Waits.COMPUTING] = next(iter(transport.waits._by_number))
+        raise TransportError("cuMemcpyAsync: CUDA driver error 2")
+
+    monkeypatch.setattr(RecordedQueue, "copy", fail)
+    text = "all_gather_linear: rank 0 could not enqueue its messages: cuMemcpyAsync: CUDA driver error 2"
+    with pytest.raises(TransportError, match=f"^{text}$") as caught:
+        all_gather_linear(torch.ones(4, 64), torch.ones(64, 64), group=transport, plan=LinearPlan(pattern="direct"))
+    assert caught.value.peer == -1
 
 
 def test_closing_ends_the_watchdog(world: World) -> None:
