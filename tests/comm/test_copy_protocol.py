@@ -299,7 +299,7 @@ def test_what_the_queue_of_sends_runs(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
-    """A transport that planned other orders enqueues the same steps as a new one."""
+    """A transport that planned other orders enqueues the same steps as a new one, also for what is not repeated."""
     draw, arenas = random.Random(seed), dict[tuple[str, int], list[torch.Tensor]]()
     plan, partial = reduce_scatter_plan(3, 0, chunks_per_rank=2), torch.zeros(12, 4)
     num_work = len(plan.work)
@@ -310,10 +310,10 @@ def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
         terms = transport.buffer_pool.take("received", (8, 4), partial, symmetric=True)
         return transport, backend, _ScatteredRows(plan, plan.layout(12), partial, terms, hidden=True)
 
-    def enqueued(calls: list[tuple[str, tuple[int, ...]]], opened: Any) -> list[Any]:
+    def enqueued(calls: list[tuple[str, tuple[int, ...]]], opened: Any, *, repeats: bool = True) -> list[Any]:
         transport, backend, rows = opened
         begin = {queue.name: len(queue.steps) for queue in backend.queues}
-        work = transport.begin(Exchange(rows), "op")
+        work = transport.begin(Exchange(rows) if repeats else rows.build(None), "op")
         for name, arguments in calls:
             getattr(work, name)(*arguments)
         return [
@@ -331,9 +331,9 @@ def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
             else:
                 done = min(num_work, done + draw.randint(1, 2))
                 calls.append(("mark_ready", (done,)))
-        calls.append(("wait_all", ()))
-        for _ in range(2):
-            assert enqueued(calls, opened) == enqueued(calls, new())
+        calls += [("wait_all", ())] * 2
+        for repeats in (True, True, False):
+            assert enqueued(calls, opened, repeats=repeats) == enqueued(calls, new())
 
 
 def test_a_message_between_symmetric_buffers_is_one_copy() -> None:

@@ -105,7 +105,8 @@ class CopyTransport:
         key = op, captured, into is not None
         state: State | None = None if repeated is None else repeated.prepared.get(key)
         if state is None:
-            state = State(self._prepared(transfers, own, op), captured=captured, copies_own=into is not None)
+            messages, repeats = self._prepared(transfers, own, op), repeated is not None
+            state = State(messages, captured=captured, copies_own=into is not None, repeats=repeats)
             if repeated is not None:
                 repeated.prepared[key] = state
         work = CopyP2PWork(self, state, own, into, cut)

@@ -110,10 +110,11 @@ class State:
         messages: of the operation.
         captured: a CUDA graph captures the operation.
         copies_own: the operation copies its own rows to `Exchange.into`.
+        repeats: the same calls are made again. Otherwise a call changes this state, and nothing is kept.
     """
 
-    def __init__(self, messages: CopyMessages, *, captured: bool, copies_own: bool) -> None:
-        self.messages, self._captured, self._copies_own = messages, captured, copies_own
+    def __init__(self, messages: CopyMessages, *, captured: bool, copies_own: bool, repeats: bool = True) -> None:
+        self.messages, self._captured, self._copies_own, self._repeats = messages, captured, copies_own, repeats
         self.then: dict[Call, tuple[list[Step], State]] = {}
         """The calls made in this state: their steps, and the state after them."""
         # Those of `RUN` have a queue and flags until all are known: consecutive ones are one call of the driver.
@@ -131,8 +132,11 @@ class State:
 
     def plan(self, call: Call, queues: Queues) -> "tuple[list[Step], State]":
         """Plan a call: its steps, and the state after it. The first call is `mark_ready` of no work."""
-        after = copy.copy(self)
-        after.then, after._steps, after._received, after._marks = {}, [], self._received.copy(), self._marks.copy()
+        after = self
+        if self._repeats:
+            after = copy.copy(self)
+            after.then, after._received, after._marks = {}, self._received.copy(), self._marks.copy()
+        after._steps = []
         if self._work_done < 0:
             after._begin(queues)
         if call is None:
@@ -144,7 +148,8 @@ class State:
         steps = [
             (RUN, each[1].run, each[1].prepare(each[2]), None) if each[0] == RUN else each for each in after._steps
         ]
-        self.then[call] = steps, after
+        if self._repeats:
+            self.then[call] = steps, after
         return steps, after
 
     def _run(self, queue: Queue, flags: list[FlagStep]) -> None:
