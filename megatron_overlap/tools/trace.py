@@ -127,7 +127,7 @@ def trace(
 ) -> int:
     """Write a Perfetto trace of all ranks on one clock and print the exposed communication."""
     first, last = _parse_steps(steps)
-    files = sorted(run_dir.glob("events-rank*.bin"))
+    files = sorted(run_dir.glob("events-rank*[0-9].bin"))
     if not files:
         what = "no events in it" if run_dir.is_dir() else "no such folder"
         remedy = "run with overlap.trace=true, and give the folder of that run"

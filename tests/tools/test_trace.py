@@ -104,7 +104,8 @@ def test_a_clock_without_marks_has_an_unknown_error(tmp_path: Path) -> None:
 def test_the_command_writes_a_chrome_trace_and_prints_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(tmp_path)
+    paths = record(tmp_path)
+    paths[0].with_suffix(".old.bin").write_bytes(b"of another run")
     assert cli.main(["trace", str(tmp_path), "--steps", "2"]) == 0
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["gather"])
