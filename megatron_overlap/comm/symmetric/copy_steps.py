@@ -110,7 +110,7 @@ class State:
         messages: of the operation.
         captured: a CUDA graph captures the operation.
         copies_own: the operation copies its own rows to `Exchange.into`.
-        repeats: the same calls are made again. Otherwise a call changes this state, and nothing is kept.
+        repeats: the same calls are made again. Otherwise a call changes this state and stores no steps.
     """
 
     def __init__(self, messages: CopyMessages, *, captured: bool, copies_own: bool, repeats: bool = True) -> None:
