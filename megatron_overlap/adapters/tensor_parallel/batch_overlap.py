@@ -55,6 +55,7 @@ def block_forward(original: Method, session: Session) -> Method:
             used, given = _SPLITS.get(candidate, "none"), kwargs
             if used == "none" and (pending := layer_handoff.take(kwargs.get("hidden_states"))) is not None:
                 given = {**kwargs, "hidden_states": _whole(pending)}
+                del pending  # It holds a tensor of all rows, and this frame lives while the layers run.
             with replaced(vars(adapter), split=used):
                 output = recorded(self, *args, **given)
             if self.config.recompute_granularity == "full":
