@@ -138,7 +138,9 @@ class LinearAdapter(Adapter):
             num_rows = x.numel() // weight.shape[1] * (group.size() if gathers else 1)
             row_bytes = weight.shape[1 if gathers else 0] * x.itemsize
             fewest = self.plan.fewest_rows(op, group.size(), num_rows, row_bytes, x.device)
-            if reason := unsupported_tree_reason(group.size(), weight.shape[1], fewest):
+            # The GEMM of row-parallel forward, or of column-parallel dgrad.
+            depth = weight.shape[0 if op in ("ag_gemm", "copy_gemm") else 1]
+            if reason := unsupported_tree_reason(group.size(), depth, fewest):
                 return reason
         if self.check.fallbacks and (reason := self.check.fallbacks.get(_check_name(op, weight))):
             return reason

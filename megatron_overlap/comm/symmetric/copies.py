@@ -288,9 +288,10 @@ class CopyP2PWork:
             raise self._failed(error) from error
 
     def _failed(self, error: TransportError) -> TransportError:
-        """The error of a failed step: on a host the queue names the message that it waits for."""
-        ranks, waits = self._transport.backend.ranks, self._transport.waits
-        found = waits.of(waits.numbers()[Waits.RECEIVING :])
+        """The error of a failed step. A queue of a host names the message that it waits for."""
+        transport = self._transport
+        ranks, waits = transport.backend.ranks, transport.waits
+        found = [] if transport.on_device else waits.of(waits.numbers()[Waits.RECEIVING :])
         what = found[0].text(ranks) if found else "enqueue its messages"
-        text = f"{self._state.messages.op}: rank {ranks[self._transport.rank]} could not {what}: {error}"
+        text = f"{self._state.messages.op}: rank {ranks[transport.rank]} could not {what}: {error}"
         return TransportError(text, peer=ranks[found[0].peer] if found else -1)

@@ -230,15 +230,15 @@ MIN_ROWS = 16
 """Of a GEMM. With 1 to 3 rows in fp32 the bits of a row depend on the number of rows, measured on one CPU."""
 
 
-def unsupported_reason(num_ranks: int, in_features: int, num_rows: int) -> str | None:
-    """The reason that a GEMM with `in_features` columns of K on each of `num_ranks` ranks has no tree.
+def unsupported_reason(num_ranks: int, depth: int, num_rows: int) -> str | None:
+    """The reason that a GEMM with `depth` columns of K on each of `num_ranks` ranks has no tree.
 
     `num_rows`: rows of the smallest GEMM of the operation.
     """
     if NUM_BLOCKS % num_ranks:
         return f"tp_invariant needs 1, 2 or {NUM_BLOCKS} tensor-parallel ranks"
-    if in_features * num_ranks % NUM_BLOCKS:
-        return f"tp_invariant needs in_features divisible by {NUM_BLOCKS}"
+    if depth * num_ranks % NUM_BLOCKS:
+        return f"tp_invariant needs a divided dimension of the weight that is a multiple of {NUM_BLOCKS}"
     if num_rows < MIN_ROWS:
         return f"tp_invariant needs GEMMs of {MIN_ROWS} rows or more"
     return None

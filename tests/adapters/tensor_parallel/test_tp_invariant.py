@@ -86,6 +86,12 @@ def test_gemms_of_few_rows_are_a_counted_fallback(worlds: dict[int, World]) -> N
         assert overlapped == 0
 
 
+def test_a_vocabulary_without_equal_blocks_is_a_counted_fallback(worlds: dict[int, World]) -> None:
+    """Backward of the output layer sums over the vocabulary."""
+    (found,) = worlds[1].run(1, workers.gradients_of_vocabulary, 61)
+    assert found == {"tp_invariant needs a divided dimension of the weight that is a multiple of 4"}
+
+
 @pytest.mark.parametrize(
     "tensor",
     [{"method": "none"}, {"method": "fused"}, {"schedule": "ring"}, {"split": "batch"}, {"attention": "query_split"}],

@@ -72,3 +72,25 @@ def reasons(group: dist.ProcessGroup, sequence: int, te: bool) -> tuple[set[str]
         model(ids, torch.arange(sequence).expand_as(ids), None)
         tallies = session.report().sites.values()
         return {reason for each in tallies for reason in each.fallbacks}, sum(each.overlapped for each in tallies)
+
+
+def gradients_of_vocabulary(group: dist.ProcessGroup, vocabulary: int) -> set[str]:
+    """The reasons of the fallbacks of forward and backward, whose gradients are compared with those of stock."""
+    start(group)
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    model = build_gpt(ranks=1, sp=False, dtype=torch.float32, vocabulary=vocabulary, max_tokens=SEQUENCE, **sizes)
+    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(ids, torch.arange(SEQUENCE).expand_as(ids), None).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    with enable(
+        OverlapConfig.model_validate({"tensor": {"method": "p2p"}, "deterministic": "tp_invariant"})
+    ) as session:
+        found = gradients()
+        reasons = {reason for each in session.report().sites.values() for reason in each.fallbacks}
+    torch.testing.assert_close(found, expected)
+    return reasons

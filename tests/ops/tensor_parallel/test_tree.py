@@ -30,7 +30,9 @@ def test_what_has_no_tree_is_named() -> None:
     assert unsupported_reason(2, 6, 16) is None, "three columns of K for each block"
     assert unsupported_reason(8, 8, 16) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
     assert unsupported_reason(3, 8, 16) == "tp_invariant needs 1, 2 or 4 tensor-parallel ranks"
-    assert unsupported_reason(2, 5, 16) == "tp_invariant needs in_features divisible by 4"
+    assert (
+        unsupported_reason(2, 5, 16) == "tp_invariant needs a divided dimension of the weight that is a multiple of 4"
+    )
     assert unsupported_reason(2, 8, 15) == "tp_invariant needs GEMMs of 16 rows or more"
 
 
