@@ -38,7 +38,7 @@ def with_globals(method: Any, names: dict[str, Any]) -> Method:
 
 
 def recomputed_by_torch() -> str | None:
-    """The reason if `torch.utils.checkpoint` (not `use_reentrant`) runs the caller and compares what passes save."""
+    """The reason if `torch.utils.checkpoint` runs the caller and compares what both passes save: no `use_reentrant`."""
     hooks = _saved_tensors_hooks(True)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
         return None
@@ -69,7 +69,7 @@ def run_pre_hooks(module: torch.nn.Module, value: torch.Tensor, remedy: str) -> 
 
 @contextmanager
 def replaced(names: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
-    """Replaces items of `names` inside the context, such as attributes, `vars(module)`. Hooks of modules still run."""
+    """Replaces items of `names` inside the context, such as the attributes `vars(module)`, whose hooks still run."""
     before = {name: names[name] for name in values if name in names}
     names.update(values)
     try:

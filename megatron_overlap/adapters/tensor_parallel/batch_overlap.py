@@ -51,10 +51,14 @@ def block_forward(original: Method, session: Session) -> Method:
         return recorded
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # An exception may have left the state of its backward pass, and `next_step` is not always called.
+        adapter.split, adapter.autotuner.paused = "none", False
+
         def run(candidate: Candidate) -> Any:
             used, given = _SPLITS.get(candidate, "none"), kwargs
             if used == "none" and (pending := layer_handoff.take(kwargs.get("hidden_states"))) is not None:
                 given = {**kwargs, "hidden_states": _whole(pending)}
+                del pending  # It holds a tensor of all rows, and this frame lives while the layers run.
             with replaced(vars(adapter), split=used):
                 output = recorded(self, *args, **given)
             if self.config.recompute_granularity == "full":

@@ -59,7 +59,7 @@ class LinearAdapter(Adapter):
         assigned: what runs the calls of a layer in batch overlap, for the time of one call.
         split: how transformer layers are divided now: `none`, `batch` or `sequence`.
         layer_handoff: outputs that transformer layers complete inside the next layer.
-        transports: the open ones of `transport`, by group.
+        transports: the open transports of whole micro-batches, by group.
     """
 
     def __init__(self, session: Session) -> None:

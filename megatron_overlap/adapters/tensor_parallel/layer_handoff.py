@@ -113,7 +113,7 @@ class LayerHandoff:
         return pending
 
     def stored(self, x: object) -> PendingOutput | PendingEmbedding | None:
-        """As `take`, but it stays stored. Raises RuntimeError if the embedding stored it and `x` is another tensor."""
+        """As `take`, but the output stays stored. RuntimeError: the embedding stored it, and `x` is another."""
         pending = self._pending
         if pending is not None and pending.placeholder is x:
             return pending

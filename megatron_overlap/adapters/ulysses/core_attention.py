@@ -51,7 +51,7 @@ class UlyssesAdapter(Adapter):
 
 
 def attention_init(original: Method, session: Session) -> Method:
-    """Replacement of `DotProductAttention.__init__`: accepts context parallelism, or raises UlyssesError."""
+    """Replacement of `DotProductAttention.__init__` for context parallelism. Unsupported options raise UlyssesError."""
     session.adapter(UlyssesAdapter)
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -112,7 +112,7 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention of a layer spec, as `DotProductAttention`. Raises VarlenError for an unsupported option."""
+    """Core attention for a layer spec, in place of `DotProductAttention`. Unsupported options raise VarlenError."""
 
     def __init__(
         self,

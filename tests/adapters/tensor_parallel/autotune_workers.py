@@ -259,21 +259,23 @@ def groups_made_again(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
 
 
 def interrupted_recomputation(group: dist.ProcessGroup) -> list[tuple[str, bool]]:
-    """The backward of a block in batch overlap ends in an error: the split and the pause after it and a step later."""
+    """The backward of a block in batch overlap ends in an error: split and pause then, a forward or a step later."""
     start(group)
     with enable(config(None), strict=True) as session:
         adapter = session.adapter(LinearAdapter)
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(lambda _: 1 / 0)
-        output, adapter.autotuner.paused = x * 2, True
-        _recompute_with(adapter, "batch", output)
-        found = []
-        try:
-            output.backward()
-        except ZeroDivisionError:
+        block, found = make_block(group, torch.float32), []
+        for later in (lambda: block(hidden_states=torch.ones(2, 2, HIDDEN), attention_mask=None), session.next_step):
+            x = torch.ones(1, requires_grad=True)
+            x.register_hook(lambda _: 1 / 0)
+            output, adapter.autotuner.paused = x * 2, True
+            _recompute_with(adapter, "batch", output)
+            try:
+                output.backward()
+            except ZeroDivisionError:
+                found.append((adapter.split, adapter.autotuner.paused))
+            later()
             found.append((adapter.split, adapter.autotuner.paused))
-        session.next_step()
-        return [*found, (adapter.split, adapter.autotuner.paused)]
+        return found
 
 
 @dataclass(frozen=True)

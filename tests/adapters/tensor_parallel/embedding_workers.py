@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -167,6 +168,27 @@ def runs_after_an_error(group: dist.ProcessGroup) -> bool:
             output, _ = model.decoder.layers[0](hidden_states=torch.ones(4, 2, HIDDEN), attention_mask=None)
             return bool(output.isfinite().all())
     return False
+
+
+def is_freed(group: dist.ProcessGroup) -> bool:
+    """Whether the terms of the embedding are freed before the layers run where none of them supports batch overlap."""
+    start(group)
+    from megatron_overlap.adapters.tensor_parallel import batch_overlap
+
+    rows, alive = 4 * group.size(), []
+    model = make_model(group, torch.float32, rows, position="rope")
+    PREPARE["first unsupported"](model)
+
+    class Watched(batch_overlap.PendingEmbedding):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            terms = weakref.ref(self.terms)
+            model.decoder.layers[0].register_forward_pre_hook(lambda *_: alive.append(terms() is not None))
+
+    config = OverlapConfig.model_validate({"tensor": {"method": "auto"}})
+    with patch.object(batch_overlap, "PendingEmbedding", Watched), enable(config):
+        _step(model, rows, 2, True)
+    return alive == [False]
 
 
 def _gathered_late(model: Any) -> None:

@@ -85,6 +85,10 @@ def test_an_error_leaves_no_output_behind(ranks: World) -> None:
     assert ranks.run(RANKS, cases.runs_after_an_error) == [True] * RANKS
 
 
+def test_terms_are_freed_before_layers_that_run_whole(ranks: World) -> None:
+    assert ranks.run(RANKS, cases.is_freed) == [True] * RANKS
+
+
 @pytest.mark.parametrize("split", ["batch", "sequence"])
 def test_messages_of_the_embedding_overlap_the_other_part(ranks: World, split: str) -> None:
     """The first layer hides the sum of part b in forward, and the gather of its gradient in backward."""
