@@ -5,6 +5,7 @@ it. `State` plans the steps of a call when it is made for the first time, and fi
 """
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -187,8 +188,10 @@ class State:
         if work_done <= self._work_done:
             return
         # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
-        if reached := [work for work in self.messages.marks if self._work_done < work <= work_done]:
-            self._marks.update(dict.fromkeys(reached, self._mark(queues.computing)))
+        marks = self.messages.marks
+        first, stop = bisect_right(marks, self._work_done), bisect_right(marks, work_done)
+        if first < stop:
+            self._marks.update(dict.fromkeys(marks[first:stop], self._mark(queues.computing)))
         self._work_done = work_done
         self._send_placed(work_done, work_done, queues)
 

@@ -112,6 +112,7 @@ class HostPeersTransport(CopyTransport):
             # Flags at the peers stay set: the host clears none.
             messages.buffers_are_free = []
             state = repeated.prepared[op] = HostPeersState(messages, self, *self._steps_of_peers(transfers))
+        self.backend.computing.mark()  # by torch, which gives a new thread a context
         start = time.perf_counter()
         self.backend.computing.run(state.freed)
         self.arrival_s += time.perf_counter() - start
