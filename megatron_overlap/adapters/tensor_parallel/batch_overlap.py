@@ -51,7 +51,7 @@ def block_forward(original: Method, session: Session) -> Method:
         return recorded
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # An exception may have left the state of its backward pass, and `next_step` is not always called.
+        # An exception in a backward pass leaves that pass's values here, and not every loop calls `next_step`.
         adapter.split, adapter.autotuner.paused = "none", False
 
         def run(candidate: Candidate) -> Any:

@@ -235,7 +235,7 @@ class LinearAdapter(Adapter):
         return replaced(vars(self), _unread=layer)
 
     def step_ended(self) -> None:
-        # An exception may have left the state of its backward pass.
+        # An exception in a backward pass leaves that pass's values here.
         self.split, self.autotuner.paused = self._configured_split, False
         self._fused_transports.free_replaced()
 

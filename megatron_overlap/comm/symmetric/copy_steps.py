@@ -1,7 +1,7 @@
-"""The steps that enqueue the messages of an operation by copies, planned once for the same calls.
+"""Plans the steps that each call of a `P2PWork` enqueues, where copy engines carry the messages.
 
-An operation makes the same calls of its `P2PWork` each time: which steps each call enqueues depends on the calls before
-it. `State` plans the steps of a call when it is made for the first time, and finds them later.
+The steps depend on the calls before. An operation that is repeated makes the same calls in the same order each time, so
+`State` plans a call once and stores its steps.
 """
 
 import copy
@@ -118,7 +118,8 @@ class State:
         self.messages, self._captured, self._copies_own, self._repeats = messages, captured, copies_own, repeats
         self.then: dict[Call, tuple[list[Step], State]] = {}
         """The calls made in this state: their steps, and the state after them."""
-        # Those of `RUN` have a queue and flags until all are known: consecutive ones are one call of the driver.
+        # Until the call is planned, a step `RUN` has its queue and its flags: consecutive ones become one call of the
+        # driver.
         self._steps: list[Any] = []
         self._num_sent, self._num_positions = 0, 0
         self._received = [False] * len(messages.all)
@@ -159,7 +160,7 @@ class State:
         self._steps.append((RUN, queue, flags, None))
 
     def _mark(self, queue: Queue) -> int:
-        """The number of the present position of a queue."""
+        """Add a step that notes the position of a queue; return the number of the position."""
         self._steps.append((MARK, queue.mark, None, None))
         self._num_positions += 1
         return self._num_positions - 1
@@ -172,7 +173,7 @@ class State:
         self._work_done = 0
         begun = self._marks[0] = self._mark(queues.computing)
         if messages.buffers_are_free or messages.reads or self._copies_own:
-            # Beside the computation: on a device each flag is a copy.
+            # Beside the computation: on a device a flag may be a copy.
             self._after(receiving, begun)
         if messages.buffers_are_free:
             self._run(receiving, messages.buffers_are_free)

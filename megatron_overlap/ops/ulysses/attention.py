@@ -117,7 +117,7 @@ def ulysses_attention(
 class HeadAttention:
     """Attention of the heads of one rank. It saves the tensors that backward needs.
 
-    A message contains for each row and batch entry query heads, then key heads, then value heads, D features each: in
+    For each row and batch entry a message has query heads, then key heads, then value heads, D features each: in
     forward the key/value heads that are sent with a group, in backward gradients of those that no later group needs.
     """
 

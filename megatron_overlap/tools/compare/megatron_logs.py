@@ -118,7 +118,7 @@ def notes(logs: Sequence[Log]) -> list[str]:
 
 
 def _settings(log: Log, common: Sequence[int]) -> dict[str, float | None]:
-    """What compared runs must have in common, by name; None where a log does not have it."""
+    """Settings that compared runs must have in common; None where a log does not have one."""
     batches = {f"global batch size of iteration {number}": log.lines[number].get("global_batch") for number in common}
     return {"world_size": log.world_size, "seq_length": log.seq_length, **batches}
 

@@ -117,7 +117,7 @@ def test_short_slices_share_a_gemm_beside_copy_engines(
 @pytest.mark.parametrize("transport", ["nccl", "copies"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: str, transport: str) -> None:
-    """Copy engines leave room for half of it before the last GEMMs of a narrow dgrad, that of `proj`."""
+    """By copy engines, half of it is computed before the last GEMMs of a dgrad with few features, that of `proj`."""
     case = Case(layer, 8192, "backward")
     one = ["mm", "addmm"]
     for has_main_grad, wanted in (True, one * (2 if (layer, transport) == ("proj", "copies") else 1)), (False, ["mm"]):
