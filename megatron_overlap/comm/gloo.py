@@ -149,14 +149,18 @@ class GlooP2PWork:
             self._record = transport.flight_recorder.began(op, number, transport.channel, peers)
         group = transport._group
         # All receives are posted at once, so that gloo's sender never waits for the receiver. Both ranks use the same
-        # index for a message: `tests/schedules` proves that their plans agree.
+        # number for a message: `tests/schedules` proves that their plans agree.
+        self._numbers = [
+            index if transfer.message.tag is None else transfer.message.tag for index, transfer in enumerate(transfers)
+        ]
         self._receives: list[list[dist.Work]] = []
         for index, (transfer, received) in enumerate(zip(transfers, self._received, strict=True)):
             source = transfer.message.source
             # gloo matches messages of equal tags in order.
             tensors = () if received else (transfer.recv, *transfer.extra_recv)
             try:
-                self._receives.append([group.recv([tensor], source, tag + index) for tensor in tensors])
+                number = tag + self._numbers[index]
+                self._receives.append([group.recv([tensor], source, number) for tensor in tensors])
             except RuntimeError as error:
                 self._fail(index, error)
                 raise self._failure() from error
@@ -237,7 +241,7 @@ class GlooP2PWork:
                     self._fail(index, error)
                     return
                 if self._events is not None:
-                    self._events.received(index, peer, transfer.recv_bytes)
+                    self._events.received(self._numbers[index], peer, transfer.recv_bytes)
             with self._changed:
                 self._received[index] = True
                 self._num_received += 1
@@ -253,8 +257,8 @@ class GlooP2PWork:
     def may_send(self) -> bool:
         """Whether the send buffer of the next message is complete."""
         message = self._transfers[self._num_posted].message
-        forwarded = message.after_message
-        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+        forwarded = message.after_messages
+        return message.after_work <= self._work_done and all(self._received[each] for each in forwarded)
 
     def send_next(self) -> None:
         """Post the next message; runs on the sending thread."""
@@ -262,9 +266,10 @@ class GlooP2PWork:
         transfer = self._transfers[index]
         try:
             if transfer.send.numel():
+                to, number = transfer.message.to, self._numbers[index]
                 if self._events is not None:
-                    self._events.sent(index, transfer.message.to, transfer.send_bytes)
-                group, to, tag = self._transport._group, transfer.message.to, self._tag + index
+                    self._events.sent(number, to, transfer.send_bytes)
+                group, tag = self._transport._group, self._tag + number
                 tensors = transfer.send, *transfer.extra_send
                 self._sends[index] = [group.send([tensor], to, tag) for tensor in tensors]
         except RuntimeError as error:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
-from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Exchange, Transfer, TransportError, TransportOptions
+from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
 from megatron_overlap.schedules import Chunk, Message
 from megatron_overlap.tracing import Kind, Trace, WorkEvents
 
@@ -108,8 +108,6 @@ class NcclP2PWork:
 
     def __init__(self, transport: NcclTransport, transfers: Sequence[Transfer], op: str) -> None:
         self._transport, self._transfers, self._op = transport, transfers, op
-        # Number of messages in one NCCL group call.
-        self._per_call = len(transfers) if isinstance(transfers, Exchange) and transfers.together else 1
         self._timing = transport._events(op)
         self._works: list[dist.Work | None] = []
         # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.
@@ -137,8 +135,13 @@ class NcclP2PWork:
             self._enqueue_next()
 
     def _next_transfers(self) -> Sequence[Transfer]:
-        """The messages of the next NCCL group call."""
-        return self._transfers[len(self._works) : len(self._works) + self._per_call]
+        """The messages of the next NCCL group call: one, or all with the same number of a call."""
+        transfers, first = self._transfers, len(self._works)
+        stop = first + 1
+        call = transfers[first].message.call if first < len(transfers) else None
+        while call is not None and stop < len(transfers) and transfers[stop].message.call == call:
+            stop += 1
+        return transfers[first:stop]
 
     def _enqueue_next(self) -> None:
         """Enqueue the messages of the next call after the work that they depend on, but not after later work."""
@@ -180,7 +183,8 @@ class NcclP2PWork:
             if work is not None:
                 work.wait()
             for number, transfer in enumerate(transfers, len(self._works)):
-                self._timing.add(Kind.RECEIVED, start, number, transfer)
+                tag = transfer.message.tag
+                self._timing.add(Kind.RECEIVED, start, number if tag is None else tag, transfer)
         self._works += [work] * len(transfers)
 
     def is_completed(self, message: int) -> bool:

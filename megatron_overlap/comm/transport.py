@@ -129,8 +129,6 @@ class Exchange(Sequence[Transfer]):
         own: own rows of this call: one contiguous tensor. None if all sends are rows of buffers.
         into: the transport also copies `own` there, complete after `wait_all`; None: no copy.
         cut: rows of `own` that the caller has cut, by start and stop.
-        together: no work of the caller separates the messages. NCCL carries them in one call: with one hardware queue
-            each message but the last would delay later work until it is complete.
     """
 
     def __init__(
@@ -140,9 +138,8 @@ class Exchange(Sequence[Transfer]):
         into: torch.Tensor | None = None,
         *,
         cut: dict[tuple[int, int], torch.Tensor] | None = None,
-        together: bool = False,
     ) -> None:
-        self.repeated, self.own, self.into, self.together = repeated, own, into, together
+        self.repeated, self.own, self.into = repeated, own, into
         self.cut = {} if cut is None else cut
 
     @cached_property

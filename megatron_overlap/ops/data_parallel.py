@@ -10,8 +10,9 @@ gives no algorithm.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 
@@ -29,9 +30,17 @@ _MAX_PIECES = 16
 _BLOCK = 1 << 18
 """Elements per block where bf16 or fp16 gradients are summed in fp32, so that a block stays in the cache."""
 
-_scatter_plan = lru_cache(maxsize=64)(reduce_scatter_plan)
-_gather_plan = lru_cache(maxsize=64)(all_gather_plan)
 _layout = lru_cache(maxsize=256)(ChunkLayout)
+
+
+@lru_cache(maxsize=64)
+def _plan(make: Callable[..., Plan], num_ranks: int, rank: int, chunks_per_rank: int = 1) -> Plan:
+    """A plan whose messages NCCL carries in one call, because no work of the caller separates them.
+
+    With one hardware queue each call but the last would delay later work until it is complete.
+    """
+    plan = make(num_ranks, rank, chunks_per_rank=chunks_per_rank)
+    return replace(plan, messages=tuple(replace(message, call=0) for message in plan.messages))
 
 
 class GradientReduce:
@@ -154,7 +163,7 @@ class Reduction:
         most_pieces = 1 if bucket.is_cuda else _MAX_PIECES
         self._pieces = owner.pieces or max(1, min(most_pieces, bucket.nbytes // size // _PIECE_BYTES))
         self._layout = layout = _layout(bucket.numel(), size, self._pieces)
-        plan = _scatter_plan(size, rank, chunks_per_rank=self._pieces)
+        plan = _plan(reduce_scatter_plan, size, rank, self._pieces)
         self._messages = plan.messages
         self._next = 0
         pool = transport.buffer_pool
@@ -164,7 +173,7 @@ class Reduction:
         of = plan, layout, pool.take(self._name, (layout.shard_rows(0) * (size - 1),), bucket, symmetric=True)
         shards = repeated(transport, of, lambda: _Shards(*of))
         self._terms = shards.terms(rank)
-        self._p2p_work = transport.begin(Exchange(shards, bucket, together=True), "gradient reduce-scatter")
+        self._p2p_work = transport.begin(Exchange(shards, bucket), "gradient reduce-scatter")
         self._p2p_work.mark_ready(len(plan.work))
 
     def add(self, *, wait: bool) -> bool:
@@ -230,11 +239,14 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        plan, layout = _gather_plan(transport.size, transport.rank), ChunkLayout(bucket.numel(), transport.size)
+        plan, layout = (
+            _plan(all_gather_plan, transport.size, transport.rank),
+            ChunkLayout(bucket.numel(), transport.size),
+        )
         self._messages = plan.messages
         shards = [bucket[slice(*layout.shard(owner))] for owner in range(transport.size)]
         transfers = [Transfer(each, shards[each.send.owner], shards[each.recv.owner]) for each in plan.messages]
-        self._p2p_work = transport.begin(Exchange(RepeatedTransfers(transfers), together=True), op)
+        self._p2p_work = transport.begin(Exchange(RepeatedTransfers(transfers)), op)
         self._p2p_work.mark_ready(len(plan.work))
 
     def wait(self) -> None:

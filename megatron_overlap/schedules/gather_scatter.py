@@ -86,9 +86,9 @@ def all_gather_plan(
                 chunk, number = Chunk(owner, part), len(messages)
                 received[chunk] = number
                 if pattern == "ring":
-                    after = number - chunks_per_rank if number >= chunks_per_rank else None
+                    after = (number - chunks_per_rank,) if number >= chunks_per_rank else ()
                     sent = Chunk((owner + 1) % num_ranks, part)
-                    messages.append(Message(sent, following, chunk, preceding, after_message=after))
+                    messages.append(Message(sent, following, chunk, preceding, after_messages=after))
                 else:
                     messages.append(Message(Chunk(rank, part), to, chunk, owner))
         owners = [owner for _, owner in exchange]

@@ -155,9 +155,11 @@ class Message:
             a partial sum of an own chunk, or the complete sum of a chunk of another owner.
         source: rank that sends it.
         after_work: the send may start when `work[:after_work]` is done; 0 means at once.
-        after_message: earlier message whose received chunk this send forwards; None if it forwards no chunk.
+        after_messages: earlier messages whose received rows this send forwards.
         not_before: a transport on a device enqueues the message when `work[:not_before]` is enqueued. With one hardware
             queue (CUDA_DEVICE_MAX_CONNECTIONS=1) work that is enqueued after a message starts after it.
+        call: NCCL carries consecutive messages with the same number in one call; None: alone.
+        tag: number of the message on both ranks; None: its place in the plan, which is the same on both.
     """
 
     send: Chunk
@@ -165,8 +167,10 @@ class Message:
     recv: Chunk
     source: int
     after_work: int = 0
-    after_message: int | None = None
+    after_messages: tuple[int, ...] = ()
     not_before: int = 0
+    call: int | None = None
+    tag: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

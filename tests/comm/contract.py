@@ -101,8 +101,8 @@ def all_gather(transport: Any, compute: Compute, case: ExchangeCase) -> Results:
         recvs = case.received(transport, f"received {number}", len(plan.messages))
         transfers = []
         for message, (recv, *extra_recv) in zip(plan.messages, recvs, strict=True):
-            forwarded = message.after_message
-            send, *extra_send = own[message.send.part] if forwarded is None else recvs[forwarded]
+            forwarded = message.after_messages
+            send, *extra_send = recvs[forwarded[0]] if forwarded else own[message.send.part]
             transfers.append(_transfer(message, send, recv, extra_send, extra_recv))
         operations.append((transport.begin(transfers, f"all_gather {number}"), own, recvs))
     for number, (work, own, recvs) in enumerate(operations):

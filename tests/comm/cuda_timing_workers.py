@@ -89,7 +89,7 @@ def message_names(group: dist.ProcessGroup) -> tuple[set[Any], set[Any]]:
         plan = all_gather_plan(transport.size, transport.rank, chunks_per_rank=2, pattern="ring")
         slots = {k: torch.zeros(5) for k, _ in enumerate(plan.messages)}
         transfers = [
-            Transfer(e, torch.ones(5) if e.after_message is None else slots[e.after_message], slots[k])
+            Transfer(e, slots[e.after_messages[0]] if e.after_messages else torch.ones(5), slots[k])
             for k, e in enumerate(plan.messages)
         ]
         transport.begin(transfers, op).wait_all()

@@ -57,7 +57,8 @@ class LateP2PWork:
     def __init__(self, inner: GlooTransport, transfers: Sequence[Transfer], op: str, *, together: bool = False) -> None:
         self._together = together
         self._recvs = [(transfer.recv, *transfer.extra_recv) for transfer in transfers]
-        self._hidden = [tuple(torch.full_like(recv, float("nan")) for recv in recvs) for recvs in self._recvs]
+        self._memories: dict[int, torch.UntypedStorage] = {}
+        self._hidden = [tuple(map(self._hide, recvs)) for recvs in self._recvs]
         self._completed: set[int] = set()
         for recvs in self._recvs:
             for recv in recvs:
@@ -71,13 +72,25 @@ class LateP2PWork:
             op,
         )
 
+    def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at the same place of hidden memory, which is filled with NaN at first."""
+        storage, empty = tensor.untyped_storage(), tensor.new_empty(0)
+        memory = self._memories.get(storage.data_ptr())
+        if memory is None:
+            memory = self._memories[storage.data_ptr()] = torch.UntypedStorage(storage.nbytes())
+            empty.set_(memory, 0, (storage.nbytes() // tensor.itemsize,)).fill_(float("nan"))  # type: ignore[call-overload]
+        hidden: torch.Tensor = tensor.new_empty(0).set_(
+            memory,  # type: ignore[call-overload]
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        return hidden
+
     def _sends(self, transfer: Transfer) -> list[torch.Tensor]:
-        """Return the tensors to send: those of a forwarded chunk are in the hidden buffers."""
+        """Return the tensors to send: forwarded rows are in the hidden memory."""
         sends = [transfer.send, *transfer.extra_send]
-        first = transfer.message.after_message
-        if first is None:
-            return sends
-        return [_part_of(*each) for each in zip(sends, self._recvs[first], self._hidden[first], strict=True)]
+        return list(map(self._hide, sends)) if transfer.message.after_messages else sends
 
     def mark_ready(self, work_done: int) -> None:
         self._p2p_work.mark_ready(work_done)
@@ -97,10 +110,3 @@ class LateP2PWork:
             if message not in self._completed:
                 self.wait(message)
         self._p2p_work.wait_all()
-
-
-def _part_of(send: torch.Tensor, recv: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `hidden` at the position that `send` has in `recv`."""
-    first = (send.data_ptr() - recv.data_ptr()) // recv.element_size()
-    assert 0 <= first <= hidden.numel() - send.numel()
-    return hidden.view(-1)[first : first + send.numel()].view(send.shape)

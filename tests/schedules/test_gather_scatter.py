@@ -136,9 +136,9 @@ def _damage(plan: Plan) -> list[Plan]:
         change_message(index, to=plan.rank)
         if plan.collective == "reduce_scatter":
             change_message(index, after_work=message.after_work - 1)
-        if message.after_message is not None:
-            change_message(index, after_message=None)
-            change_message(index, after_message=message.after_message + 1)
+        if message.after_messages:
+            change_message(index, after_messages=())
+            change_message(index, after_messages=(message.after_messages[0] + 1,))
         shorter = messages[:index] + messages[index + 1 :]
         damaged.append(dataclasses.replace(plan, messages=tuple(shorter)))
     for index, unit in enumerate(work):

@@ -42,7 +42,7 @@ class _Rank:
     has_received: bool = False
     work_done: int = 0
     held: set[Chunk] = field(default_factory=set)
-    received_by: dict[Chunk, int] = field(default_factory=dict)
+    received_by: dict[Chunk, tuple[int, ...]] = field(default_factory=dict)
     computed: Counter[Chunk] = field(default_factory=Counter)
     partial: dict[Chunk, Counter[int]] = field(default_factory=dict)
     whole: set[Chunk] = field(default_factory=set)
@@ -170,13 +170,13 @@ def _store(sender: _Rank, receiver: _Rank, message: Message, where: str) -> None
     if chunk not in sender.held and chunk not in sender.whole:
         raise ScheduleError(f"{where}: sends {chunk}, which it does not hold")
     # This function runs messages one by one, but a transport sends as early as the plan permits.
-    if message.after_message != sender.received_by.get(chunk):
-        raise ScheduleError(f"{where}: sends {chunk} after message {message.after_message}, which does not deliver it")
+    if message.after_messages != sender.received_by.get(chunk, ()):
+        raise ScheduleError(f"{where}: sends {chunk} after {message.after_messages}, which do not deliver it")
     index = sender.messages_done
     if chunk in receiver.held:
         raise ScheduleError(f"rank {receiver.plan.rank}, message {index}: receives {chunk} a second time")
     receiver.held.add(chunk)
-    receiver.received_by[chunk] = index
+    receiver.received_by[chunk] = (index,)
 
 
 def _work(rank: _Rank) -> bool:

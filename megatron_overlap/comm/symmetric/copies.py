@@ -126,7 +126,7 @@ class CopyTransport:
             message = CopyMessage(plan, plan.after_work, plan.not_before if self.on_device else 0)
             messages.all.append(message)
             messages.marks.append(plan.after_work)
-            messages.forwards = messages.forwards or plan.after_message is not None
+            messages.forwards = messages.forwards or bool(plan.after_messages)
             if not sends and not transfer.recv.numel():
                 continue
             buffer = self._buffer_of(transfer, index, op)

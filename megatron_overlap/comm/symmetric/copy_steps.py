@@ -211,8 +211,8 @@ class State:
 
     def _may_send(self) -> bool:
         message = self.messages.all[self._num_sent]
-        forwarded = message.plan.after_message
-        return message.after_work <= self._work_done and (forwarded is None or self._received[forwarded])
+        forwarded = message.plan.after_messages
+        return message.after_work <= self._work_done and all(self._received[each] for each in forwarded)
 
     def _send_next(self, queues: Queues) -> None:
         message, (computing, sending, receiving) = self.messages.all[self._num_sent], queues
@@ -221,7 +221,7 @@ class State:
             if message.free:
                 self._run(sending, message.free)
             # After the work that produces it.
-            forwards = message.plan.after_message is not None
+            forwards = bool(message.plan.after_messages)
             position = self._mark(computing) if forwards else self._marks[message.after_work]
             if position != self._sends_after:
                 self._after(sending, position)

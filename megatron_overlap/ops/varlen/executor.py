@@ -149,7 +149,7 @@ class _MovedRows:
             for whole, own in zip(self.rows, tensors, strict=True):
                 whole[:in_place] = own
         self._inbound = self._post(inbound, leaving, in_place, self._received, self._in_place, {}, f"{name} inbound")
-        self.is_arrived, self._wait_inbound = self._inbound.needs(0, self._inbound.rounds)
+        self.is_arrived, self._wait_inbound = self._inbound.needs(0, self._inbound.received)
         # The buffer holds the computed rows and the received rows. The rows that stay in place belong to both.
         self._packed = like.new_empty(max(num_rows, self._num_linear), sum(heads), like.shape[2])
         self._parts = self._packed.split(list(heads), dim=1)
@@ -194,7 +194,7 @@ class _MovedRows:
     def finish(self) -> list[torch.Tensor]:
         """Waits for all messages; returns the results in the linear layout."""
         self._outbound.mark_ready(self._num_steps + 1)
-        _, wait = self._outbound.needs(0, self._outbound.rounds)
+        _, wait = self._outbound.needs(0, self._outbound.received)
         wait()
         self._outbound.wait_all()
         if self._results is not self._packed:

@@ -115,7 +115,7 @@ class RowMessages:
 
     Attributes:
         num_bytes: bytes that this rank sends, including those that it forwards as a proxy.
-        rounds: those of the only plan in which this rank receives a message.
+        received: the messages of the only plan that this rank receives.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class RowMessages:
         build = partial(_Transfers, transport, plans, sent.places, received, after_work, name)
         transfers = repeated(transport, (of, received.tensor), build, name) if transport.prepares else build()
         self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
-        self.rounds = [number for _, number in transfers.numbers]
+        self.received = [index for _, index in transfers.numbers]
         self._p2p_work: P2PWork = transport.begin(Exchange(transfers, sent.tensor), name)
         self.mark_ready, self.wait_all = self._p2p_work.mark_ready, self._p2p_work.wait_all
 
-    def needs(self, plan: int, rounds: Sequence[int]) -> tuple[Callable[[], bool], Callable[[], None]]:
-        """Functions for the messages of these rounds: whether all have completed, if it is known, and their wait."""
-        numbers, work = sorted({self._numbers[plan, number] for number in rounds}), self._p2p_work
+    def needs(self, plan: int, messages: Sequence[int]) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Functions for messages of a plan: whether all have completed, if it is known, and their wait."""
+        numbers, work = sorted(self._numbers[plan, message] for message in messages), self._p2p_work
         return lambda: all(map(work.is_completed, numbers)), partial(work.wait, *numbers)
 
 
 class _Transfers(Repeated):
     """The transfers of one rank, which `repeated` builds for a tensor of the rows that it sends.
 
-    `numbers` are those of the messages that this rank receives, by plan and round.
+    `numbers` are those of the messages that this rank receives, by number of the plan and of the message in it.
     """
 
     def __init__(
@@ -178,8 +178,7 @@ class _Transfers(Repeated):
         if transport.prepares:
             self._add_direct(plans)
         else:
-            for number, plan in enumerate(plans):
-                self._add_rounds(number, plan)
+            self._add_rounds(plans)
 
     def build(self, own: torch.Tensor | None) -> list[Transfer]:
         assert own is not None
@@ -194,15 +193,20 @@ class _Transfers(Repeated):
         first: int = self._sent[key].start
         return slice(first + start, first + stop)
 
+    def _sink(self, number: int, message: message_order.Message) -> torch.Tensor:
+        """Where the destination receives the rows of a message of a plan."""
+        rows = self._received[number, message.payload, -1 if message.to_owner else message.step]
+        return rows[message.start : message.stop]
+
     def _add_direct(self, plans: Sequence[MessagePlan]) -> None:
         """Adds the messages in the order of the plans and rounds, so both ranks of a pair have the same order."""
         rank, chunk, nothing, pairs = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         for number, plan in enumerate(plans):
             origins = list[message_order.Message]()
             for message in plan.messages:
-                origins.append(message if message.after is None else origins[message.after])
-            both = sorted(zip(plan.messages, origins, strict=True), key=lambda pair: pair[0].round)
-            for message, origin in both:
+                origins.append(origins[message.after[0]] if message.after else message)
+            both = sorted(enumerate(zip(plan.messages, origins, strict=True)), key=lambda each: each[1][0].round)
+            for index, (message, origin) in both:
                 source, to = origin.source, message.to
                 if not message.is_final:
                     continue
@@ -214,48 +218,54 @@ class _Transfers(Repeated):
                     )
                 if rank not in (source, to):
                     continue
-                sink = self._received[number, message.payload, -1 if message.to_owner else message.step]
-                lands = sink[message.start : message.stop]
+                lands = self._sink(number, message)
                 if to == rank:
-                    self.numbers[number, message.round] = len(self._all)
+                    self.numbers[number, index] = len(self._all)
                     self._all.append((Message(chunk, source, chunk, source), nothing, lands, lands))
                 else:
                     key = number, message.payload, origin.step
                     posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
                     self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
-    def _add_rounds(self, number: int, plan: MessagePlan) -> None:
-        first, rank, messages, pairs = len(self._all), self._rank, plan.messages, plan.rounds(self._rank)
+    def _add_rounds(self, plans: Sequence[MessagePlan]) -> None:
+        """Adds the messages round by round; those of this rank in one round are one call of NCCL."""
+        rank, chunk, tags = self._rank, self._chunk, Counter[tuple[int, int]]()
+        own = sorted(
+            (plan.messages[index].round, number, index) for number, plan in enumerate(plans) for index in plan.of(rank)
+        )
         # This rank forwards these messages as a proxy.
-        forwarded = [index for _, index in pairs if index is not None and not messages[index].is_final]
-        sizes = [messages[index].stop - messages[index].start for index in forwarded]
-        arrived: dict[int, torch.Tensor] = {}
-        if sizes:
+        passed = [
+            (number, index)
+            for _, number, index in own
+            if (m := plans[number].messages[index]).to == rank and not m.is_final
+        ]
+        scratch: dict[tuple[int, int], torch.Tensor] = {}
+        if passed:
+            sizes = [(m := plans[number].messages[index]).stop - m.start for number, index in passed]
             shape = sum(sizes), *self._received.tensor.shape[1:]
-            scratch = self._pool.take(f"{self._name} {number} proxy", shape, self._nothing)
-            arrived.update(zip(forwarded, scratch.split(sizes), strict=True))
-        for place, (send, recv) in enumerate(pairs):
-            outgoing: slice | torch.Tensor = self._nothing
-            to = source = (rank + 1) % self._size
-            num_work, after_message = 0, None
-            if recv is not None:
-                message = messages[recv]
-                to = source = message.source
-                if message.is_final:
-                    sink = self._received[number, message.payload, -1 if message.to_owner else message.step]
-                    arrived[recv] = sink[message.start : message.stop]
-                self.numbers[number, place] = first + place
-            if send is not None:
-                message = messages[send]
-                # A direction without a message names the peer of the other one.
-                to, source = message.to, message.to if recv is None else source
-                if message.after is None:
-                    key = number, message.payload, message.step
-                    outgoing, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
-                else:
-                    before = messages[message.after]
-                    after_message = first + before.round
-                    outgoing = arrived[message.after][message.start - before.start : message.stop - before.start]
-                    self.num_bytes += outgoing.nbytes
-            posted = Message(self._chunk, to, self._chunk, source, num_work, after_message)
-            self._all.append((posted, outgoing, self._nothing if recv is None else arrived[recv], None))
+            rows = self._pool.take(f"{self._name} proxy", shape, self._nothing)
+            scratch.update(zip(passed, rows.split(sizes), strict=True))
+        for call, number, index in own:
+            message = plans[number].messages[index]
+            source, to, after = message.source, message.to, message.after
+            tag = tags[source, to]
+            tags[source, to] += 1
+            if to == rank:
+                self.numbers[number, index] = len(self._all)
+                rows = self._sink(number, message) if message.is_final else scratch[number, index]
+                self._all.append((Message(chunk, source, chunk, source, call=call, tag=tag), self._nothing, rows, None))
+                continue
+            num_work, send = 0, scratch.get((number, after[0])) if after else None
+            outgoing: slice | torch.Tensor
+            if not after:
+                key = number, message.payload, message.step
+                outgoing, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
+            else:
+                if send is None:
+                    before = plans[number].messages[after[0]]
+                    send = self._received[number, before.payload, before.step][message.start : message.stop]
+                outgoing = send
+                self.num_bytes += send.nbytes
+            brings = tuple(self.numbers[number, each] for each in after)
+            posted = Message(chunk, to, chunk, to, num_work, brings, call=call, tag=tag)
+            self._all.append((posted, outgoing, self._nothing, None))

@@ -34,6 +34,7 @@ class Task:
     Attributes:
         is_completed, wait: of the messages that the task needs.
         is_runnable: whether this rank has executed the tasks that this one needs.
+        order: tasks of ring groups run in ascending order.
         duration_fs, arrival_fs: modelled duration, and time from the start of the pass until the messages arrive.
     """
 
@@ -41,6 +42,7 @@ class Task:
     is_completed: Callable[[], bool] = lambda: True
     wait: Callable[[], None] = lambda: None
     is_runnable: Callable[[], bool] = lambda: True
+    order: tuple[int, ...] = ()
     duration_fs: int = 0
     arrival_fs: int = 0
 
@@ -54,7 +56,7 @@ class TaskQueues:
         first: tasks that run first, in order: ring attention with the rank's own rows.
         ring_steps: by zone, tasks that need a payload.
         results: by zone, tasks that add a received result to the rank's own result. Without `can_query` one queue has
-            those of both zones, on all ranks in the order of the groups: a stream waits for each before later work.
+            those of both zones, on all ranks in the order of the rounds: a stream waits for each before later work.
         rebalanced: whole documents with rows that other ranks hold in the linear layout.
         local: tasks that need no message.
     """
@@ -159,6 +161,10 @@ def begin_rings(
         posted += [RingRows(batch, f"{name} {zone}-node result", results=True) for zone, batch in batches.items()]
     for run in runs:
         run.enqueue(queues)
+    for queue in (*queues.ring_steps.values(), *queues.results.values()):
+        tasks = sorted(queue, key=lambda task: task.order)
+        queue.clear()
+        queue.extend(tasks)
     return posted
 
 
@@ -176,13 +182,14 @@ class RingRows:
         width = (traffic.result_bytes if results else traffic.payload_bytes) // dtype.itemsize
         take, like = transport.buffer_pool.take, q.new_empty(0, dtype=dtype)
         groups = tuple(run.messages for run in runs)
-        keys = list[Key]()
         for number, run in enumerate(runs):
             run.number = number
-            if results:
-                keys += [(number, step.payload, step.step) for step in run.result_steps]
-            else:
-                keys += [(number, index, 0) for index in run.owned]
+        if results:
+            # In the order in which the rank completes them.
+            steps = [(step.round, run.number, step) for run in runs for step in run.result_steps]
+            keys = [(number, step.payload, step.step) for _, number, step in sorted(steps)]
+        else:
+            keys = [(run.number, index, 0) for run in runs for index in run.owned]
         counts = [groups[number].payloads[index].rows[step] for number, index, step in keys]
         bounds = pairwise(accumulate(counts, initial=0))
         places = {key: slice(*each) for key, each in zip(keys, bounds, strict=True)}
@@ -242,19 +249,26 @@ class RingGroupRun:
             rows, hops = self.messages.payloads[step.payload].rows[step.step], step.step + 1
             task = Task(
                 partial(self._compute_step, step),
-                *self._payloads.messages.needs(number, step.rounds),
+                *self._payloads.messages.needs(number, step.messages),
+                order=(step.round,),
                 duration_fs=cost.attention_fs(tokens * rows // 2, tokens),
                 arrival_fs=cost.ring_fs(rows * hops, hops, topology, inter=zone == "inter"),
             )
             queues.ring_steps[zone].append(task)
         if self._results is None:
             return
+        # In the order of the rounds: NCCL carries the own results and those of peers of one round in one call.
         results, needs = queues.results[zone if queues.can_query else "inter"], self._results.messages.needs
         for step in self.result_steps:
             is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
-            results.append(Task(partial(self._send_result, step), *needs(number, step.rounds), is_runnable))
+            order = step.round + 1, zone != "inter", 0, number
+            results.append(
+                Task(partial(self._send_result, step), *needs(number, step.messages), is_runnable, order=order)
+            )
         for index in self.owned:
-            results.append(Task(partial(self._apply_result, index), *needs(number, self.messages.owner_rounds(index))))
+            messages, last = self.messages.owner_results[index]
+            order = last, zone != "inter", 1, number
+            results.append(Task(partial(self._apply_result, index), *needs(number, messages), order=order))
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
         return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])

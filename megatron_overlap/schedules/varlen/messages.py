@@ -4,18 +4,17 @@ A payload goes from its owner to its receivers, one after the other (`_distribut
 receivers compute results for the owner: partial attention results or partial gradients. A result follows the payload
 from receiver to receiver, each of which adds its own, and ends at the owner (`_collect`).
 
-A transfer between nodes may use several NICs (`schedules.varlen.message_order`): its rows are cut into parts that go
+A transfer between nodes may use several NICs (`schedules.varlen.message_order`): its rows are cut into shares that go
 through proxy ranks.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron_overlap.schedules.varlen.message_order import MessagePlan, MessageScheduler
+from megatron_overlap.schedules.varlen.message_order import Message, MessageBuilder, MessagePlan
 from megatron_overlap.schedules.varlen.plan import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Passing, Payload, RingGroup, payloads, ring_groups
@@ -23,14 +22,15 @@ from megatron_overlap.schedules.varlen.topology import Topology
 
 
 class RingStep(NamedTuple):
-    """One ring step at one receiver, and the rounds whose messages it needs."""
+    """One ring step at one receiver: the messages that it needs, and the round of the last one, -1 without one."""
 
     payload: int
     step: int
-    rounds: tuple[int, ...]
+    messages: tuple[int, ...]
+    round: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RingMessages:
     """The messages of one ring group in one direction. Compares by identity, as a cache key.
 
@@ -44,36 +44,47 @@ class RingMessages:
     distribute: MessagePlan
     collect: MessagePlan | None
 
-    def received_steps(self, position: int) -> list[RingStep]:
+    def received_steps(self, position: int) -> Sequence[RingStep]:
         """The ring steps at a position, in the order in which their payloads arrive."""
-        return self._steps(position, self.distribute, 0)
+        return self._received_steps.get(position, ())
 
-    def result_steps(self, position: int) -> list[RingStep]:
-        """The ring steps at a position with the rounds of the earlier results: it sends its own in this order."""
-        return [] if self.collect is None else self._steps(position, self.collect, 1)
+    def result_steps(self, position: int) -> Sequence[RingStep]:
+        """The ring steps at a position with the messages of the earlier results: it sends its own in this order."""
+        return self._result_steps.get(position, ())
 
-    def _steps(self, position: int, plan: MessagePlan, offset: int) -> list[RingStep]:
-        """The ring steps at a position, by the rounds that bring rows from the step that is `offset` steps earlier."""
-        needs: dict[tuple[int, int], list[int]] = {
-            (index, payload.receivers.index(position)): []
-            for index, payload in enumerate(self.payloads)
-            if position in payload.receivers
+    @cached_property
+    def _received_steps(self) -> dict[int, list[RingStep]]:
+        return self._steps(self.distribute, 0)
+
+    @cached_property
+    def _result_steps(self) -> dict[int, list[RingStep]]:
+        return {} if self.collect is None else self._steps(self.collect, 1)
+
+    def _steps(self, plan: MessagePlan, offset: int) -> dict[int, list[RingStep]]:
+        """The ring steps by position, with the messages that bring rows from the ring step `offset` earlier."""
+        needs = defaultdict[tuple[int, int], list[int]](list)
+        for number, message in enumerate(plan.messages):
+            if message.is_final and not message.to_owner:
+                needs[message.payload, message.step + offset].append(number)
+        found = defaultdict[int, list[RingStep]](list)
+        for index, payload in enumerate(self.payloads):
+            for step, position in enumerate(payload.receivers):
+                brings = tuple(needs[index, step])
+                last = max((plan.messages[each].round for each in brings), default=-1)
+                found[position].append(RingStep(index, step, brings, last))
+        return {
+            position: sorted(steps, key=lambda step: (step.round, step.payload)) for position, steps in found.items()
         }
-        for message in plan.messages:
-            key = message.payload, message.step + offset
-            if key in needs and message.to == self.ring_group.ranks[position] and message.is_final:
-                needs[key].append(message.round)
-        found = [RingStep(payload, step, tuple(sorted(rounds))) for (payload, step), rounds in needs.items()]
-        return sorted(found, key=lambda step: (max(step.rounds, default=-1), step.payload))
 
-    def owner_rounds(self, payload: int) -> tuple[int, ...]:
-        """The rounds that bring the results of a payload to its owner."""
+    @cached_property
+    def owner_results(self) -> list[tuple[tuple[int, ...], int]]:
+        """By payload, the messages that bring its results to its owner, and the round of the last one."""
         assert self.collect is not None
-        return tuple(
-            message.round
-            for message in self.collect.messages
-            if message.payload == payload and message.to_owner and message.is_final
-        )
+        found: list[list[int]] = [[] for _ in self.payloads]
+        for number, message in enumerate(self.collect.messages):
+            if message.to_owner and message.is_final:
+                found[message.payload].append(number)
+        return [(tuple(brings), max(self.collect.messages[each].round for each in brings)) for brings in found]
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +151,8 @@ def _messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -
         sent = payloads(ring_group, traffic.passing, window)
         collected = None
         if traffic.result_bytes:
-            collected = _collect(sent, ring_group.ranks, MessageScheduler(topology, traffic.result_bytes, max_nics))
-        distributed = _distribute(sent, ring_group.ranks, MessageScheduler(topology, traffic.payload_bytes, max_nics))
+            collected = _collect(sent, ring_group.ranks, MessageBuilder(topology, traffic.result_bytes, max_nics))
+        distributed = _distribute(sent, ring_group.ranks, MessageBuilder(topology, traffic.payload_bytes, max_nics))
         found.append(RingMessages(ring_group, sent, distributed, collected))
     return tuple(found)
 
@@ -160,35 +171,26 @@ def _max_nics(ring_group: RingGroup, groups: Sequence[RingGroup], topology: Topo
     return max(1, (2 * topology.nics_per_node * tokens([ring_group]) + busiest) // (2 * busiest)) if busiest else None
 
 
-def _distribute(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageScheduler) -> MessagePlan:
-    last: dict[tuple[int, int], int] = {}
-    parts = [_parts(payload, ranks, scheduler) for payload in sent]
+def _distribute(sent: Sequence[Payload], ranks: Sequence[int], builder: MessageBuilder) -> MessagePlan:
+    brings: list[Sequence[int]] = [()] * len(sent)
     for step, index, payload in _ring_steps(sent):
         source = ranks[payload.receivers[step - 1] if step else payload.owner]
-        paths = scheduler.route(source, ranks[payload.receivers[step]], payload.rows[step]).paths
-        for part, rows in _cut(parts[index], 0, payload.rows[step]):
-            after = last.get((index, part))
-            last[index, part] = scheduler.add(paths[part % len(paths)], index, step, rows, after=after)
-    return scheduler.schedule()
+        to, rows = ranks[payload.receivers[step]], (0, payload.rows[step])
+        brings[index] = builder.transfer(source, to, index, step, rows, after=brings[index])
+    return builder.build()
 
 
-def _collect(sent: Sequence[Payload], ranks: Sequence[int], scheduler: MessageScheduler) -> MessagePlan:
-    received: dict[tuple[int, int], list[int]] = {}
-    parts = [_parts(payload, ranks, scheduler) for payload in sent]
+def _collect(sent: Sequence[Payload], ranks: Sequence[int], builder: MessageBuilder) -> MessagePlan:
+    needs: list[Sequence[int]] = [()] * len(sent)
     for step, index, payload in _ring_steps(sent):
-        source, num_rows = ranks[payload.receivers[step]], payload.rows[step]
-        onward = payload.rows[step + 1] if step + 1 < len(payload.receivers) else 0
-        transfers = [(ranks[payload.owner], onward, num_rows, True)]
-        if onward:
-            transfers.insert(0, (ranks[payload.receivers[step + 1]], 0, onward, False))
-        needs = received.get((index, step), ())
-        for to, first, stop, to_owner in transfers:
-            paths = scheduler.route(source, to, stop - first).paths
-            for part, rows in _cut(parts[index], first, stop):
-                added = scheduler.add(paths[part % len(paths)], index, step, rows, needs=needs, to_owner=to_owner)
-                if not to_owner:
-                    received.setdefault((index, step + 1), []).append(added)
-    return scheduler.schedule()
+        source, num_rows, earlier = ranks[payload.receivers[step]], payload.rows[step], needs[index]
+        onward = 0
+        if step + 1 < len(payload.receivers):
+            to, onward = ranks[payload.receivers[step + 1]], payload.rows[step + 1]
+            needs[index] = builder.transfer(source, to, index, step, (0, onward), needs=earlier)
+        owner = ranks[payload.owner]
+        builder.transfer(source, owner, index, step, (onward, num_rows), needs=earlier, to_owner=True)
+    return builder.build()
 
 
 def _ring_steps(sent: Sequence[Payload]) -> Iterator[tuple[int, int, Payload]]:
@@ -197,27 +199,16 @@ def _ring_steps(sent: Sequence[Payload]) -> Iterator[tuple[int, int, Payload]]:
         yield from ((step, index, payload) for index, payload in enumerate(sent) if step < len(payload.receivers))
 
 
-def _cut(parts: Sequence[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The rows from `first` to `stop` of each part that has some, with its number."""
-    for number, part in enumerate(parts):
-        rows = max(part[0], first), min(part[1], stop)
-        if rows[0] < rows[1]:
-            yield number, rows
-
-
 @lru_cache(maxsize=64)
 def rebalance_messages(rebalance: Rebalance) -> MessagePlan:
-    """The messages of a rebalancing: one payload per move, sent directly from its source to its destination."""
-    # All rows are ready at the start, so the speed of the links does not affect the order.
-    scheduler = MessageScheduler(Topology(1, len(rebalance.before)), row_bytes=1)
+    """The messages of a rebalancing: one payload per move, sent directly from its source to its destination.
+
+    In one round a rank sends at most one message and receives at most one: the messages of results become ready one
+    after another.
+    """
+    sends, receives, messages = Counter[int](), Counter[int](), list[Message]()
     for index, move in enumerate(rebalance.moves):
-        scheduler.add((move.source, move.to), index, 0, (0, move.rows))
-    return scheduler.schedule()
-
-
-def _parts(payload: Payload, ranks: Sequence[int], scheduler: MessageScheduler) -> list[tuple[int, int]]:
-    """The rows of a payload, cut into as many parts as its route with the most NICs and pieces needs."""
-    total, stops = payload.rows[0], [ranks[position] for position in (payload.owner, *payload.receivers)]
-    routes = map(scheduler.route, stops, stops[1:], payload.rows)
-    most = max(len(route.paths) * route.pieces for route in routes)
-    return [part for part in pairwise(total * part // most for part in range(most + 1)) if part[0] < part[1]]
+        number = max(sends[move.source], receives[move.to])
+        sends[move.source] = receives[move.to] = number + 1
+        messages.append(Message(move.source, move.to, index, 0, 0, move.rows, number, (), True))
+    return MessagePlan(tuple(messages))

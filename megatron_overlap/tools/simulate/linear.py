@@ -384,7 +384,7 @@ class Linear:
                 # The first copy to a peer also waits until its buffer is free.
                 is_first = all(message.to != other.to for other in plan.messages[:index])
                 latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, 1 + is_first)
-            after_message = None if message.after_message is None else first + message.after_message
+            after_message = first + message.after_messages[0] if message.after_messages else None
             num_bytes = self._bytes(layout.num_chunk_rows(message.send), width)
             transfer = Transfer(num_bytes, done[message.after_work], after_message, 1.0, latency_us, queued_us)
             sent.append(stream.add(transfer))

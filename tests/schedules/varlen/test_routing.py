@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Topology
-from megatron_overlap.schedules.varlen.message_order import MessageScheduler, Route
+from megatron_overlap.schedules.varlen.message_order import MessageBuilder, Route
 
 FAST_INSIDE = Topology(2, 8, 8, intra_gbps=360, inter_gbps=48)
 
 
 def plan_route(source: int, to: int, num_bytes: int, topology: Topology, max_nics: int | None = None) -> Route:
-    return MessageScheduler(topology, 1, max_nics).route(source, to, num_bytes)
+    return MessageBuilder(topology, 1, max_nics).route(source, to, num_bytes)
 
 
 def check_paths(route: Route, source: int, to: int, topology: Topology) -> None:
@@ -59,8 +59,7 @@ def test_large_transfers_use_all_nics() -> None:
     route = plan_route(1, 12, 100_000_000, FAST_INSIDE)
     assert len(route.paths) == 8
     assert route.paths[0] == (1, 9, 12)
-    assert route.pieces > 1
-    assert route.modelled_us < plan_route(1, 12, 100_000_000, replace(FAST_INSIDE, routing=False)).modelled_us / 4
+    assert route.modelled_us < plan_route(1, 12, 100_000_000, replace(FAST_INSIDE, routing=False)).modelled_us * 0.4
 
 
 def test_small_transfers_go_directly() -> None:
@@ -68,7 +67,7 @@ def test_small_transfers_go_directly() -> None:
 
 
 def test_no_routing_through_slow_nodes() -> None:
-    """Without pipelining a route is faster only if a NIC has less than half of the bandwidth inside the node."""
+    """A route is faster only if a NIC has less than half of the bandwidth inside the node."""
     slow_inside = Topology(2, 2, 2, intra_gbps=24, inter_gbps=48)
     assert plan_route(0, 2, 100_000_000, slow_inside).paths == ((0, 2),)
 

@@ -31,28 +31,27 @@ class MessagesProof:
 
 @dataclass(slots=True)
 class _Post:
-    """One round in the queue of a rank: the message that it sends and the message that it receives."""
+    """The messages of one rank in one round: numbers of their ring groups and of the messages in these."""
 
-    group: int
+    round: int
     collects: bool
-    send: int | None
-    recv: int | None
+    messages: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Rank:
     queues: dict[str, list[_Post]] = field(default_factory=lambda: {"inter": [], "intra": []})
-    tasks: list[tuple[TaskKind, int, int, int]] = field(default_factory=list)
-    """Remaining tasks in order: kind, ring group, payload and ring step."""
+    tasks: list[tuple[tuple[int, ...], TaskKind, int, int, int]] = field(default_factory=list)
+    """Remaining tasks in order: key of the order, kind, ring group, payload and ring step."""
 
 
 def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
     """Executes the messages under the strictest assumptions: rendezvous transport and blocking ranks.
 
-    Every rank has one queue for its inter-node messages and one for its intra-node messages. Each round blocks the
-    later ones of its queue until both of its messages are done. A rank waits for each ring step in order, and sends
-    results only after all its ring steps. Messages that complete under these rules complete on faster ranks and on
-    buffered transports.
+    Every rank has one queue for its inter-node messages and one for its intra-node messages. It posts a round when all
+    its sends in the round are ready, and the round blocks the later ones of its queue until all its messages are done.
+    A rank waits for each ring step in order, and sends results only after all its ring steps, in the order of their
+    rounds. Messages that complete under these rules complete on faster ranks and on buffered transports.
 
     Proved: every row of a payload reaches each ring step once; no rank sends rows that it does not hold; no rank sends
     a result before it is complete; every owner gets the result of each ring step for each row once; nothing deadlocks;
@@ -67,17 +66,26 @@ def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
     """
     state = [_Rank() for _ in range(ranks)]
     for collects in (False, True):
-        for number, group in enumerate(groups):
-            plan = group.collect if collects else group.distribute
-            for rank in range(ranks) if plan else ():
-                queue = state[rank].queues["inter" if group.ring_group.zone == "inter" else "intra"]
-                queue += [_Post(number, collects, *pair) for pair in plan.rounds(rank)]  # type: ignore[union-attr]
-    kinds: tuple[TaskKind, ...] = ("compute", "send result")
-    for kind in kinds:
-        for number, group in enumerate(groups):
-            for position, rank in enumerate(group.ring_group.ranks):
-                steps = group.received_steps(position) if kind == "compute" else group.result_steps(position)
-                state[rank].tasks += [(kind, number, payload, step) for payload, step, _ in steps]
+        for zone in ("inter", "intra"):
+            posts = [dict[int, _Post]() for _ in range(ranks)]
+            for number, group in enumerate(groups):
+                plan = group.collect if collects else group.distribute
+                for rank in range(ranks) if plan and (group.ring_group.zone == zone) else ():
+                    for index in plan.of(rank):  # type: ignore[union-attr]
+                        place = plan.messages[index].round  # type: ignore[union-attr]
+                        posts[rank].setdefault(place, _Post(place, collects)).messages.append((number, index))
+            for rank, found in enumerate(posts):
+                state[rank].queues[zone] += [found[place] for place in sorted(found)]
+    for number, group in enumerate(groups):
+        for position, rank in enumerate(group.ring_group.ranks):
+            late, steps = group.ring_group.zone != "inter", group.received_steps(position)
+            state[rank].tasks += [((0,), "compute", number, each.payload, each.step) for each in steps]
+            steps = group.result_steps(position)
+            state[rank].tasks += [
+                ((1, each.round, late), "send result", number, each.payload, each.step) for each in steps
+            ]
+    for each_rank in state:
+        each_rank.tasks.sort(key=lambda task: task[0])
     simulation = _Simulation(groups, state)
     while any(simulation.advance(rank) for rank in range(ranks)):
         pass
@@ -108,62 +116,73 @@ class _Simulation:
                 queue.pop(0)
                 advanced = True
         tasks = self._state[rank].tasks
-        while tasks and self._run_task(rank, *tasks[0]):
+        while tasks and self._run_task(rank, *tasks[0][1:]):
             tasks.pop(0)
             advanced = True
         return advanced
 
     def _finish_round(self, rank: int, post: _Post) -> bool:
-        """Tries to deliver both messages of a round; returns whether both are delivered."""
-        plan = self._plan(post)
-        for index in (post.send, post.recv):
-            if index is None or (post.group, post.collects, index) in self._delivered:
-                continue
-            message = plan.messages[index]
-            self._deliver(post, index, message.to if rank == message.source else message.source)
-        return all(
-            index is None or (post.group, post.collects, index) in self._delivered for index in (post.send, post.recv)
-        )
+        """Tries to deliver the messages of a round; returns whether all are delivered."""
+        if not self._is_posted(rank, post):
+            return False
+        for number, index in post.messages:
+            if (number, post.collects, index) not in self._delivered:
+                message = self._plan(number, post.collects).messages[index]
+                self._deliver(post, number, index, message.to if rank == message.source else message.source)
+        return all((number, post.collects, index) in self._delivered for number, index in post.messages)
 
-    def _plan(self, post: _Post) -> MessagePlan:
-        group = self._groups[post.group]
-        plan = group.collect if post.collects else group.distribute
+    def _is_posted(self, rank: int, post: _Post) -> bool:
+        """Whether all sends of a round are ready."""
+        for number, index in post.messages:
+            message = self._plan(number, post.collects).messages[index]
+            if message.source != rank:
+                continue
+            if not all((number, post.collects, each) in self._delivered for each in message.after):
+                return False
+            key = number, message.payload, message.step
+            if post.collects and not message.after and key not in self._complete:
+                return False
+        return True
+
+    def _plan(self, number: int, collects: bool) -> MessagePlan:
+        group = self._groups[number]
+        plan = group.collect if collects else group.distribute
         assert plan is not None
         return plan
 
-    def _deliver(self, post: _Post, index: int, peer: int) -> None:
-        """Delivers a message if it is in the current round of the peer and its rows are ready."""
-        zone = self._groups[post.group].ring_group.zone
+    def _deliver(self, post: _Post, number: int, index: int, peer: int) -> None:
+        """Delivers a message if it is in the current round of the peer, which has posted it."""
+        zone = self._groups[number].ring_group.zone
         queue = self._state[peer].queues["inter" if zone == "inter" else "intra"]
-        if not queue or (queue[0].group, queue[0].collects) != (post.group, post.collects):
+        if not queue or queue[0].collects != post.collects or (number, index) not in queue[0].messages:
             return
-        if index not in (queue[0].send, queue[0].recv):
+        if not self._is_posted(peer, queue[0]):
             return
-        message = self._plan(post).messages[index]
+        plan = self._plan(number, post.collects)
+        message = plan.messages[index]
         name = f"rank {message.source}: {'collect' if post.collects else 'distribute'} message {index}"
-        key = post.group, message.payload, message.step
-        if message.after is not None:
-            before = self._plan(post).messages[message.after]
-            if (post.group, post.collects, message.after) not in self._delivered:
-                return
-            if before.to != message.source or before.start > message.start or before.stop < message.stop:
-                raise ScheduleError(f"{name}: forwards rows that message {message.after} does not bring")
-        elif post.collects and key not in self._complete:
-            return
+        key = number, message.payload, message.step
+        brought: set[int] = set()
+        for before in (plan.messages[each] for each in message.after):
+            if before.to != message.source:
+                raise ScheduleError(f"{name}: forwards rows of messages {message.after}, which do not reach it")
+            brought.update(range(before.start, before.stop))
+        if message.after and not brought.issuperset(range(message.start, message.stop)):
+            raise ScheduleError(f"{name}: forwards rows that messages {message.after} do not bring")
         rows = range(message.start, message.stop)
         if not post.collects:
-            held = self._held.get((post.group, message.payload, message.source), Rows())
-            if message.after is None and not all(held[row] for row in rows):
+            held = self._held.get((number, message.payload, message.source), Rows())
+            if not message.after and not all(held[row] for row in rows):
                 raise ScheduleError(f"{name}: sends rows that the rank does not hold")
             if message.is_final:
-                self._held.setdefault((post.group, message.payload, message.to), Rows()).update(rows)
+                self._held.setdefault((number, message.payload, message.to), Rows()).update(rows)
         elif message.is_final:
             destination = -1 if message.to_owner else message.step + 1
             sent = self._results[key]
-            received = self._results.setdefault((post.group, message.payload, destination), {})
+            received = self._results.setdefault((number, message.payload, destination), {})
             for row in rows:
                 received.setdefault(row, Rows()).update(sent[row])
-        self._delivered.add((post.group, post.collects, index))
+        self._delivered.add((number, post.collects, index))
 
     def _run_task(self, rank: int, kind: TaskKind, number: int, index: int, step: int) -> bool:
         payload = self._groups[number].payloads[index]
@@ -186,7 +205,7 @@ class _Simulation:
                 if queue:
                     raise ScheduleError(f"rank {rank}: deadlock: {len(queue)} {zone} round(s) left, first {queue[0]}")
             if state.tasks:
-                kind, number, index, step = state.tasks[0]
+                _, kind, number, index, step = state.tasks[0]
                 raise ScheduleError(
                     f"rank {rank}: deadlock: cannot {kind} of group {number}, payload {index}, ring step {step}"
                 )
