@@ -79,7 +79,7 @@ class AllGather:
         for number, (_, far) in enumerate(rails):
             for to, source in mates:
                 beside = self._rank(self._topology.node_of(far), source)
-                transfers.append(_transfer(to, source, blocks[far], blocks[beside], after=number))
+                transfers.append(_transfer(to, source, blocks[far], blocks[beside], number))
         self.transport.begin(transfers, "all-gather of keys and values").wait_all()
         return whole[self.order].unflatten(1, own.shape[1:])
 
@@ -250,6 +250,6 @@ class _Ulysses(torch.autograd.Function):
         return (*ctx.method.to_rows(*mine), None)
 
 
-def _transfer(to: int, source: int, send: torch.Tensor, recv: torch.Tensor, after: int | None = None) -> Transfer:
+def _transfer(to: int, source: int, send: torch.Tensor, recv: torch.Tensor, *after: int) -> Transfer:
     nowhere = Chunk(0, 0)
     return Transfer(Message(nowhere, to, nowhere, source, 0, after), send, recv)

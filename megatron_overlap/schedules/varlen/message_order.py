@@ -85,6 +85,7 @@ class MessageBuilder:
     row_bytes: int
     max_nics: int | None = None
     _messages: list[Message] = field(default_factory=list)
+    _paths: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def route(self, source: int, to: int, rows: int) -> Route:
         """The route of `rows` rows: direct inside a node, and where routing is not modelled to be faster."""
@@ -93,22 +94,11 @@ class MessageBuilder:
         direct = Route(((source, to),), latency_us + num_bytes / gbps / 1e3)
         if not topology.is_inter(source, to) or not topology.routing:
             return direct
-        # NICs with an adjacent device: a device can send only through these.
-        usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
-        nics = len(usable) if self.max_nics is None else min(self.max_nics, len(usable))
-        routed_us = _routed_us(num_bytes, nics, topology)
-        if nics < 2 or routed_us >= direct.modelled_us:
-            return direct
-        # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
-        # nodes, because rail-optimised switches connect these.
-        own = usable.index(topology.nic_of(source))
-        paths = []
-        for number in range(nics):
-            nic = usable[(own + number) % len(usable)]
-            proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
-            # A proxy may be the source or the destination itself.
-            paths.append(tuple(dict.fromkeys((source, *proxies, to))))
-        return Route(tuple(paths), routed_us)
+        if (source, to) not in self._paths:
+            self._paths[source, to] = _paths_over_nics(source, to, self.max_nics, topology)
+        paths = self._paths[source, to]
+        routed_us = _routed_us(num_bytes, len(paths), topology)
+        return Route(paths, routed_us) if routed_us < direct.modelled_us and len(paths) > 1 else direct
 
     def transfer(
         self,
@@ -156,6 +146,21 @@ def _routed_us(num_bytes: int, nics: int, topology: Topology) -> float:
     """Modelled time of the three stages of a routed transfer, one after another."""
     local_us = topology.intra_latency_us + num_bytes * (nics - 1) / nics / topology.intra_gbps / 1e3
     return local_us + topology.inter_latency_us + num_bytes / nics / topology.inter_gbps / 1e3 + local_us
+
+
+def _paths_over_nics(source: int, to: int, most: int | None, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The ranks that each share passes over `most` NICs; None is all."""
+    # NICs with an adjacent device: a device can send only through these.
+    usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
+    # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
+    # nodes, because rail-optimised switches connect these.
+    own, paths = usable.index(topology.nic_of(source)), []
+    for number in range(len(usable) if most is None else min(most, len(usable))):
+        nic = usable[(own + number) % len(usable)]
+        proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
+        # A proxy may be the source or the destination itself.
+        paths.append(tuple(dict.fromkeys((source, *proxies, to))))
+    return tuple(paths)
 
 
 def _proxy_of(nic: int, rank: int, topology: Topology) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.call import unobserved
 from megatron_overlap.ops.varlen.attention import _BalancedAttention, _rebalances
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
-from megatron_overlap.schedules.varlen import Plan, Topology
+from megatron_overlap.schedules.varlen import Plan, Topology, messages
+from megatron_overlap.schedules.varlen.messages import messages_of
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import Recorder
@@ -83,23 +85,54 @@ def test_overlap(method: str, lengths: list[int], linear: bool, passing: Passing
         assert took.eight <= took.bound, took
 
 
-@pytest.mark.parametrize("passing", ["kv", "q"])
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) if seed else seed for seed in range(8)])
-def test_nccl_over_nodes_has_no_deadlock(monkeypatch: pytest.MonkeyPatch, seed: int, passing: Passing) -> None:
-    """Rings inside nodes and between nodes have communicators of their own, and ranks share several rings of each."""
-    draw, group = random.Random(seed), SimpleNamespace()
+def nccl_over_nodes(monkeypatch: pytest.MonkeyPatch) -> Transports:
+    """NCCL, with a communicator of their own for rings inside nodes and between nodes."""
+    group: Any = SimpleNamespace()
 
     def transports(device: Recorder) -> VarlenTransports:
         monkeypatch.setattr(nccl, "torch", device.torch)
         monkeypatch.setattr(nccl, "dist", device.dist)
         monkeypatch.setattr(nccl, "store_beside", lambda group: None)
         channels = (TransportOptions(channel=each, timeout_s=5) for each in ("", "intra", "rebalance"))
-        return VarlenTransports(*(nccl.NcclTransport(group, each) for each in channels))  # type: ignore[arg-type]
+        return VarlenTransports(*(nccl.NcclTransport(group, each) for each in channels))
 
-    lengths = [2000, 40000, 20000, 300, 300, 9000, 40000, 20000]
-    plan = one_pass(draw.choices(lengths, k=draw.randrange(3, 9)) if seed else lengths, Topology(2, 4))
+    return transports
+
+
+LENGTHS = [2000, 40000, 20000, 300, 300, 9000, 40000, 20000]
+
+
+@pytest.mark.parametrize("passing", ["kv", "q"])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.long) if seed else seed for seed in range(8)])
+def test_nccl_over_nodes_has_no_deadlock(monkeypatch: pytest.MonkeyPatch, seed: int, passing: Passing) -> None:
+    """Ranks share several rings inside nodes and between nodes."""
+    draw = random.Random(seed)
+    plan = one_pass(draw.choices(LENGTHS, k=draw.randrange(3, 9)) if seed else LENGTHS, Topology(2, 4))
     if not seed:
         assert {ring.zone for ring in plan.passes[0].rings} == {"inter", "intra"}
-    for devices in record(plan, passing, linear=bool(seed % 3), transports=transports):
+    for devices in record(plan, passing, linear=bool(seed % 3), transports=nccl_over_nodes(monkeypatch)):
         for connections in (1, None):
             makespan(devices, GPU, connections=connections)
+
+
+@pytest.mark.parametrize("passing", ["kv", "q"])
+def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.MonkeyPatch, passing: Passing) -> None:
+    """Ring groups share the calls, and so do the shares of a transfer over several network cards."""
+    plan = one_pass(LENGTHS, Topology(2, 4, 4))
+    monkeypatch.setattr(messages, "_recent_calls", deque(maxlen=2))
+    directions = record(plan, passing, linear=False, transports=nccl_over_nodes(monkeypatch))
+    traffics = [traffic for traffic, _ in messages._recent_calls]
+    for devices, traffic in zip(directions, traffics, strict=True):
+        groups = messages_of(plan, 0, traffic, None)
+        routed = [message for group in groups for message in group.distribute.messages if not message.is_final]
+        assert routed
+        for rank, device in enumerate(devices):
+            calls = sum(op.kind == "messages" for op in device.ops)
+            rounds = {
+                (group.ring_group.zone, collects, each.messages[index].round)
+                for group in groups
+                for collects, each in enumerate((group.distribute, group.collect))
+                if each is not None
+                for index in each.of(rank)
+            }
+            assert calls == len(rounds)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Topology, partition
+from megatron_overlap.schedules.varlen.messages import rebalance_messages
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance, rebalance_to_linear
 from scripts.bench.document_lengths import sample
 
@@ -101,6 +102,15 @@ def test_the_inverse_restores_every_row(case: tuple[Topology, list[int]]) -> Non
     for rank, rows in enumerate(apply_moves(inverse)):
         assert [rebalanced[source][row] for source, row in rows] == [(rank, row) for row in range(tokens[rank])]
     assert inverse.inverse() == moves
+
+
+@settings(max_examples=40)
+@given(cases)
+def test_a_rank_sends_and_receives_one_message_in_a_round(case: tuple[Topology, list[int]]) -> None:
+    topology, tokens = case
+    messages = rebalance_messages(rebalance(tokens, topology)).messages
+    for ends in ([(m.source, m.round) for m in messages], [(m.to, m.round) for m in messages]):
+        assert len(set(ends)) == len(ends)
 
 
 def test_sends_and_receives_agree() -> None:
