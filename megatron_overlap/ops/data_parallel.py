@@ -239,10 +239,8 @@ class Gathering:
     """
 
     def __init__(self, transport: Transport, bucket: torch.Tensor, op: str = "parameter all-gather") -> None:
-        plan, layout = (
-            _plan(all_gather_plan, transport.size, transport.rank),
-            ChunkLayout(bucket.numel(), transport.size),
-        )
+        plan = _plan(all_gather_plan, transport.size, transport.rank)
+        layout = ChunkLayout(bucket.numel(), transport.size)
         self._messages = plan.messages
         shards = [bucket[slice(*layout.shard(owner))] for owner in range(transport.size)]
         transfers = [Transfer(each, shards[each.send.owner], shards[each.recv.owner]) for each in plan.messages]

@@ -229,43 +229,45 @@ class _Transfers(Repeated):
 
     def _add_rounds(self, plans: Sequence[MessagePlan]) -> None:
         """Adds the messages round by round; those of this rank in one round are one call of NCCL."""
-        rank, chunk, tags = self._rank, self._chunk, Counter[tuple[int, int]]()
+        rank, chunk, nothing, tags = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         own = sorted(
             (plan.messages[index].round, number, index) for number, plan in enumerate(plans) for index in plan.of(rank)
         )
-        # This rank forwards these messages as a proxy.
-        passed = [
-            (number, index)
-            for _, number, index in own
-            if (m := plans[number].messages[index]).to == rank and not m.is_final
-        ]
-        scratch: dict[tuple[int, int], torch.Tensor] = {}
-        if passed:
-            sizes = [(m := plans[number].messages[index]).stop - m.start for number, index in passed]
-            shape = sum(sizes), *self._received.tensor.shape[1:]
-            rows = self._pool.take(f"{self._name} proxy", shape, self._nothing)
-            scratch.update(zip(passed, rows.split(sizes), strict=True))
+        messages = {(number, index): plans[number].messages[index] for _, number, index in own}
+        passed = self._passed_rows(messages)
         for call, number, index in own:
-            message = plans[number].messages[index]
-            source, to, after = message.source, message.to, message.after
+            message = messages[number, index]
+            source, to = message.source, message.to
             tag = tags[source, to]
             tags[source, to] += 1
             if to == rank:
                 self.numbers[number, index] = len(self._all)
-                rows = self._sink(number, message) if message.is_final else scratch[number, index]
-                self._all.append((Message(chunk, source, chunk, source, call=call, tag=tag), self._nothing, rows, None))
+                rows = self._sink(number, message) if message.is_final else passed[number, index]
+                self._all.append((Message(chunk, source, chunk, source, call=call, tag=tag), nothing, rows, None))
                 continue
-            num_work, send = 0, scratch.get((number, after[0])) if after else None
-            outgoing: slice | torch.Tensor
-            if not after:
+            num_work, brings = 0, tuple(self.numbers[number, each] for each in message.after)
+            sent: slice | torch.Tensor
+            if not message.after:
                 key = number, message.payload, message.step
-                outgoing, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
+                sent, num_work = self._own_rows(key, message.start, message.stop), self._after_work.get(key, 0)
             else:
-                if send is None:
-                    before = plans[number].messages[after[0]]
-                    send = self._received[number, before.payload, before.step][message.start : message.stop]
-                outgoing = send
-                self.num_bytes += send.nbytes
-            brings = tuple(self.numbers[number, each] for each in after)
+                first = number, message.after[0]
+                if first in passed:
+                    sent = passed[first]
+                else:
+                    key = number, message.payload, messages[first].step
+                    sent = self._received[key][message.start : message.stop]
+                self.num_bytes += sent.nbytes
             posted = Message(chunk, to, chunk, to, num_work, brings, call=call, tag=tag)
-            self._all.append((posted, outgoing, self._nothing, None))
+            self._all.append((posted, sent, nothing, None))
+
+    def _passed_rows(
+        self, messages: Mapping[tuple[int, int], message_order.Message]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Memory for the rows that this rank receives as a proxy."""
+        passed = [key for key, message in messages.items() if message.to == self._rank and not message.is_final]
+        if not passed:
+            return {}
+        sizes = [messages[key].stop - messages[key].start for key in passed]
+        rows = self._pool.take(f"{self._name} proxy", (sum(sizes), *self._received.tensor.shape[1:]), self._nothing)
+        return dict(zip(passed, rows.split(sizes), strict=True))

@@ -161,10 +161,9 @@ def begin_rings(
         posted += [RingRows(batch, f"{name} {zone}-node result", results=True) for zone, batch in batches.items()]
     for run in runs:
         run.enqueue(queues)
-    for queue in (*queues.ring_steps.values(), *queues.results.values()):
-        tasks = sorted(queue, key=lambda task: task.order)
-        queue.clear()
-        queue.extend(tasks)
+    for of_zones in (queues.ring_steps, queues.results):
+        for zone, queue in of_zones.items():
+            of_zones[zone] = deque(sorted(queue, key=lambda task: task.order))
     return posted
 
 
