@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_overlap.comm import TransportOptions, nccl
+from megatron_overlap.comm import BufferPool, TransportOptions, nccl
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.ops import flash_attention
 from megatron_overlap.ops.call import unobserved
 from megatron_overlap.ops.varlen.attention import _BalancedAttention, _rebalances
+from megatron_overlap.ops.varlen.layout import Rows, _Transfers
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan, Topology, messages
-from megatron_overlap.schedules.varlen.messages import messages_of
+from megatron_overlap.schedules.varlen.messages import Traffic, messages_of, received_rows
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import Recorder
@@ -136,3 +137,28 @@ def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.Mo
                 for index in each.of(rank)
             }
             assert calls == len(rounds)
+
+
+def test_both_ranks_number_a_message_alike() -> None:
+    """By the number gloo finds the other end of a message, and a trace its sender."""
+    plan = one_pass(LENGTHS, Topology(2, 4, 4))
+    groups = messages_of(plan, 0, Traffic("kv", 4096, 0), None)
+    places, num_rows = received_rows(groups, plan.topology.ranks, results=False)
+    sent = {
+        (number, index, 0): slice(0, payload.rows[0])
+        for number, group in enumerate(groups)
+        for index, payload in enumerate(group.payloads)
+    }
+    own, sends, receives = torch.empty(max(plan.lengths), 1), list[object](), list[object]()
+    for rank in range(plan.topology.ranks):
+        transport: Any = SimpleNamespace(rank=rank, size=8, buffer_pool=BufferPool(), prepares=False)
+        rows = Rows(torch.empty(num_rows[rank], 1), places)
+        plans = [group.distribute for group in groups]
+        for each in _Transfers(transport, plans, sent, rows, {}, "test").build(own):
+            message = each.message
+            if each.send.numel():
+                sends.append((rank, message.to, message.tag, each.send.shape))
+            else:
+                receives.append((message.source, rank, message.tag, each.recv.shape))
+    assert set(sends) == set(receives)
+    assert len(set(sends)) == len(sends) == len(receives)
