@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_overlap.schedules.gather_scatter import check_rank
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
-from megatron_overlap.schedules.plan import Chunk, Message, check_positive
+from megatron_overlap.schedules.plan import MAX_CALLS, Chunk, Message, check_positive
 
 MAX_CHUNKS = 4
 """Approximate number of chunks of a rank in each direction, and largest number of pieces of its own rows. Own rows hide
@@ -117,9 +117,12 @@ class ExpertPlan:
     def transfers(self) -> tuple[Message, ...]:
         """The messages of the transports: all of dispatch, then all of combine, which leave in the same order."""
         rank, count, messages = self.rank, len(self.messages), self.messages
-        dispatch = [Message(Chunk(rank, k), m.to, Chunk(m.source, k), m.source) for k, m in enumerate(messages)]
+        size = max(1, -(-count // MAX_CALLS))
+        dispatch = [
+            Message(Chunk(rank, k), m.to, Chunk(m.source, k), m.source, call=k // size) for k, m in enumerate(messages)
+        ]
         combine = [
-            Message(Chunk(rank, k), m.source, Chunk(m.to, k), m.to, k - count + 1)
+            Message(Chunk(rank, k), m.source, Chunk(m.to, k), m.to, k - count + 1, call=MAX_CALLS + (k - count) // size)
             for k, m in enumerate(messages, count)
         ]
         return (*dispatch, *combine)

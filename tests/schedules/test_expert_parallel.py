@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.schedules.expert_parallel import ExpertPlan, Segment, expert_plan, max_parts
+from megatron_overlap.schedules.plan import MAX_CALLS
 from tests.schedules.verify import ScheduleError
 from tests.schedules.verify_expert_parallel import check_expert_plans
 
@@ -38,6 +39,18 @@ def test_proved_for_every_group_size(size: int) -> None:
     made = plans(routing)
     num_messages = check_expert_plans(made, routing)
     assert num_messages <= len(made[0].messages) == max_parts(size) * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 17, 18, 64])
+def test_calls_of_nccl_are_few_and_the_same_on_both_ranks(size: int) -> None:
+    transfers = [plan.transfers for plan in plans([[[1]] * size] * size)]
+    for rank, messages in enumerate(transfers):
+        assert all(message.call == transfers[message.to][k].call for k, message in enumerate(messages)), rank
+        count = len(messages) // 2
+        dispatch, combine = ({message.call for message in some} for some in (messages[:count], messages[count:]))
+        assert dispatch.isdisjoint(combine)
+        assert len(dispatch) == len(combine) <= MAX_CALLS
+        assert len(dispatch) == count or count > MAX_CALLS
 
 
 COUNTS = st.one_of(st.integers(0, 3), st.integers(60, 70), st.integers(0, 700))
