@@ -16,7 +16,7 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Literal, NamedTuple, Self
 
 from megatron_overlap.schedules.gather_scatter import check_rank
-from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
+from megatron_overlap.schedules.plan import MAX_CALLS, Chunk, Message, _cut, check_positive
 
 Run = tuple[int, int]
 """Start and stop."""
@@ -205,11 +205,12 @@ class HeadMessage:
     recv: Piece
     source: int
     after_work: int
+    call: int
 
     def message(self, index: int) -> Message:
         """The message in the format of the transports."""
         send, recv = Chunk(self.send.rows, index), Chunk(self.recv.rows, index)
-        return Message(send, self.to, recv, self.source, self.after_work)
+        return Message(send, self.to, recv, self.source, self.after_work, call=self.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +277,13 @@ def ulysses_plan(
     messages: list[HeadMessage] = []
     received = defaultdict[tuple[Direction, int, int], list[int]](list)
     directions: tuple[Direction, ...] = ("in", "out")
+    call = 0
     for direction in directions:
         for group in range(num_groups):
-            for to, source in zip(peers[:-1], sources[1:], strict=True):
+            # Only the first group is produced piece by piece. A device consumes results by group.
+            per_call = num_ranks if direction == "out" or group else -(-(num_ranks - 1) // MAX_CALLS)
+            for number, (to, source) in enumerate(zip(peers[:-1], sources[1:], strict=True)):
+                call += number % per_call == 0
                 after = produced[group, to] if direction == "in" else attended[group]
                 for run in range(num_runs):
                     received[direction, group, source].append(len(messages))
@@ -286,7 +291,7 @@ def ulysses_plan(
                         send, recv = Piece(direction, group, to, rank, run), Piece(direction, group, rank, source, run)
                     else:
                         send, recv = Piece(direction, group, rank, to, run), Piece(direction, group, source, rank, run)
-                    messages.append(HeadMessage(send, to, recv, source, after))
+                    messages.append(HeadMessage(send, to, recv, source, after, call))
 
     def needed(direction: Direction, group: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         groups, ranks = (range(num_groups), sources) if pattern == "serial" else ((group,), ranks)

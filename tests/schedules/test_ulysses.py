@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_overlap.schedules.plan import MAX_CALLS
 from megatron_overlap.schedules.ulysses import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
 from tests.schedules.verify import ScheduleError
 from tests.schedules.verify_ulysses import check_all_to_all
@@ -40,6 +41,22 @@ def test_message_order_of_one_rank() -> None:
     ]
     # The first message leaves after the first piece of work; the second group is one piece.
     assert [m.after_work for m in plan.messages[:6]] == [1, 2, 3, 5, 5, 5]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 17, 18, 64])
+def test_calls_of_nccl_are_few_and_the_same_on_both_ranks(num_ranks: int) -> None:
+    """A rank produces the first group for one peer after the other; every later step has all messages at once."""
+    made = plans(num_ranks, num_groups=2, num_runs=2)
+    for plan in made:
+        assert all(message.call == made[message.to].messages[k].call for k, message in enumerate(plan.messages))
+        first, *later = (
+            {message.call for message in plan.messages if (message.send.direction, message.send.group) == step}
+            for step in (("in", 0), ("in", 1), ("out", 0), ("out", 1))
+        )
+        assert len(first) <= MAX_CALLS
+        assert len(first) == num_ranks - 1 or num_ranks > MAX_CALLS + 1
+        assert [*map(len, later)] == [1, 1, 1]
+        assert len(first.union(*later)) == len(first) + 3
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
