@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import cause_of, connect_gloo, store_beside, timeout_of
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions, message_text
+from megatron_overlap.diagnostics.consistency import ranks_text
 from megatron_overlap.tracing import WorkEvents
 
 # A tag has 31 bits: messages of one operation, and operations before tags repeat.
@@ -74,8 +75,8 @@ class GlooTransport:
             return connect_gloo(store_beside(group), self.rank, self.size, self.timeout_s)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {self.ranks[self.rank]} could not connect to all of ranks "
-                f"{', '.join(map(str, self.ranks))} within {self.timeout_s:g} s: {cause_of(error)}"
+                f"rank {self.ranks[self.rank]} could not connect to all of ranks {ranks_text(self.ranks)} "
+                f"within {self.timeout_s:g} s: {cause_of(error)}"
             ) from error
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> GlooP2PWork:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.diagnostics.consistency import silent_ranks
+from megatron_overlap.diagnostics.consistency import ranks_text, silent_ranks
 from megatron_overlap.tracing import Clock, Mark
 
 _ROUNDS = 20
@@ -49,7 +49,7 @@ def connect_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     store.set(keys[rank], "")
     missing = silent_ranks(store, keys, timeout_s)
     if missing:
-        raise RuntimeError(f"rank {', '.join(map(str, missing))} of the group did not connect")
+        raise RuntimeError(f"rank {ranks_text(missing)} of the group did not connect")
     return group
 
 
@@ -136,7 +136,7 @@ class HostGroup:
         except RuntimeError as error:
             raise TransportError(
                 f"{self._name}: rank {self.ranks[self.rank]} waited {self._timeout_s:g} s for ranks "
-                f"{', '.join(map(str, self.ranks))}: {cause_of(error)}"
+                f"{ranks_text(self.ranks)}: {cause_of(error)}"
             ) from error
 
     def _open(self) -> dist.ProcessGroupGloo:

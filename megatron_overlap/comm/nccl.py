@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
+from megatron_overlap.diagnostics.consistency import ranks_text
 from megatron_overlap.schedules import Chunk, Message
 from megatron_overlap.tracing import Kind, Trace, WorkEvents
 
@@ -250,8 +251,10 @@ class NcclCollective:
                 timing.add(Kind.RECEIVED, began, 0, Transfer(message, moved, moved))
         except RuntimeError as error:
             ranks = transport.ranks
-            text = f"{op}: rank {ranks[transport.rank]} could not start its part of a collective of ranks {ranks}"
-            raise TransportError(f"{text}: {error}") from error
+            raise TransportError(
+                f"{op}: rank {ranks[transport.rank]} could not start its part of a collective of ranks "
+                f"{ranks_text(ranks)}: {error}"
+            ) from error
 
     def wait(self) -> None:
         if self._timing is None:

@@ -8,6 +8,7 @@ from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.nccl import NcclTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, OrderedTransport, Transport, TransportOptions
+from megatron_overlap.diagnostics.consistency import ranks_text
 
 CHANNELS: Mapping[str, str] = {
     "": "layers of tensor parallelism, Ulysses, experts and rings of varlen attention",
@@ -76,7 +77,7 @@ class Transports:
     def buffers(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Iterate over the open transports: channel and ranks in words, and bytes by buffer."""
         for group, channels in self._open.items():
-            ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
+            ranks = f"ranks {ranks_text(dist.get_process_group_ranks(group))}"
             names = {transport: channel for channel, transport in reversed(channels.items())}
             for transport, channel in reversed(names.items()):
                 yield f"{channel} of {ranks}" if channel else ranks, transport.buffer_pool.sizes()

@@ -3,12 +3,12 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-_MOST_KEYS = 8  # differences to list; the text counts the others
+_MOST = 8  # differences, values and runs of ranks to list; the text counts the others
 _REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison
 
 
@@ -19,6 +19,11 @@ def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> l
     except (RuntimeError, TimeoutError):
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
     return []
+
+
+def read(store: dist.Store, keys: Sequence[str]) -> list[str]:
+    """Return the texts of keys, once all are set, with one request: the store of a job handles one after another."""
+    return [text.decode() for text in store.multi_get(list(keys))]
 
 
 def first_unsupported_reason(
@@ -32,9 +37,9 @@ def first_unsupported_reason(
     store.set(f"{topic}/{rank}", reason)
     keys = [f"{topic}/{other}" for other in range(size)]
     if silent := silent_ranks(store, keys, deadline_s):
-        return f"rank {', '.join(map(str, silent))} of the group did not respond within {deadline_s:g} s"
-    for other, key in enumerate(keys):
-        if text := store.get(key).decode():
+        return f"rank {ranks_text(silent)} of the group did not respond within {deadline_s:g} s"
+    for other, text in enumerate(read(store, keys)):
+        if text:
             return text if size == 1 else f"rank {other} of the group: {text}"
     return ""
 
@@ -57,10 +62,10 @@ def compare(
     if rank == 0:
         keys = [f"{topic}/{index}" for index in range(len(ranks))]
         if silent := silent_ranks(store, keys, deadline_s):
-            names = ", ".join(str(ranks[index]) for index in silent)
+            names = ranks_text([ranks[index] for index in silent])
             found = f"rank {names}: published no configuration within {deadline_s:g} s; enable the plugin there"
         else:
-            digests = {rank: store.get(key).decode() for rank, key in zip(ranks, keys, strict=True)}
+            digests = dict(zip(ranks, read(store, keys), strict=True))
             of_digest = {each: json.loads(store.get(f"{topic}/{each}")) for each in {*digests.values()}}
             found = differences({rank: of_digest[each] for rank, each in digests.items()}) if len(of_digest) > 1 else ""
         store.set(f"{topic}/found", found)
@@ -80,14 +85,22 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
         for rank, of_rank in facts.items():
             values.setdefault(of_rank.get(key, "not set"), []).append(rank)
         if len(values) > 1:
-            texts.append(f"{key}: " + ", ".join(f"{value} on rank {_runs(having)}" for value, having in values.items()))
-    more = f"; and {len(texts) - _MOST_KEYS} more" if len(texts) > _MOST_KEYS else ""
-    return "; ".join(texts[:_MOST_KEYS]) + more
+            found = [f"{value} on rank {ranks_text(having)}" for value, having in values.items()]
+            texts.append(f"{key}: {_listed(', ', found)}")
+    return _listed("; ", texts)
 
 
-def _runs(numbers: list[int]) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5."""
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `0-2, 5` for 0, 1, 2, 5; of more than eight runs the first ones and the number of the other ranks."""
     # In a run, the difference between a number and its place is constant.
-    groups = itertools.groupby(enumerate(sorted(numbers)), key=lambda numbered: numbered[1] - numbered[0])
+    groups = itertools.groupby(enumerate(sorted(ranks)), key=lambda numbered: numbered[1] - numbered[0])
     runs = [[number for _, number in group] for _, group in groups]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return _listed(", ", texts, sum(map(len, runs[_MOST:])))
+
+
+def _listed(separator: str, texts: list[str], num_more: int | None = None) -> str:
+    """Join the first texts; name the number of the others."""
+    if len(texts) <= _MOST:
+        return separator.join(texts)
+    return f"{separator.join(texts[:_MOST])}{separator}and {num_more or len(texts) - _MOST} more"

@@ -59,5 +59,5 @@ def test_a_group_has_one_transport_for_each_channel(world: World) -> None:
             "'rebalance', 'part a', 'part b', or add it to CHANNELS"
         )
         assert seen.pop("options") == (20, "data")
-        assert seen.pop("buffers") == {"ranks 0, 1": {}, "data of ranks 0, 1": {}}
+        assert seen.pop("buffers") == {"ranks 0-1": {}, "data of ranks 0-1": {}}
         assert all(seen.values()), seen

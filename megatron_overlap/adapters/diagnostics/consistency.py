@@ -16,7 +16,7 @@ from megatron_overlap.comm.host_group import store_beside, timeout_of
 from megatron_overlap.comm.symmetric.cuda import open_copies
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.diagnostics.consistency import compare
+from megatron_overlap.diagnostics.consistency import compare, ranks_text
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
@@ -148,7 +148,7 @@ def open_device_transport(
     if dist.get_backend(group) != "nccl":
         return open_transport(session, group, channel)
     found = _open_copies(session, group, over_nodes=over_nodes)
-    ranks = "ranks " + ", ".join(map(str, dist.get_process_group_ranks(group)))
+    ranks = f"ranks {ranks_text(dist.get_process_group_ranks(group))}"
     copies = "copy engines" + ", NCCL between hosts" * isinstance(found, CopyNodesTransport)
     session.counters.transports[ranks] = f"NCCL: {found}" if isinstance(found, str) else copies
     transport = open_transport(session, group, channel) if isinstance(found, str) else found

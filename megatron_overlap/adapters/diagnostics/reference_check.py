@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.diagnostics.consistency import ranks_text
 from megatron_overlap.ops.numerics_check import share_of_allowed, share_of_rtol
 from megatron_overlap.session import Adapter, Session
 
@@ -112,7 +113,7 @@ class Check(Adapter):
         name = names[int(worst.argmax())]
         text = f"check at step {self.session.step}: the error of {name} is {share:.3g} times the allowed error"
         if self._config.on_mismatch == "error":
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+            ranks = ranks_text(dist.get_process_group_ranks(group))
             remedy = "set overlap.check.on_mismatch to fallback to go on without this operation"
             raise CheckError(f"overlap.check: {call}: {text} on ranks {ranks}: do not trust this run; {remedy}")
         self.fallbacks.setdefault(call, text)

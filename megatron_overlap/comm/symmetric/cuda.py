@@ -24,7 +24,7 @@ from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transport, TransportError, TransportOptions
-from megatron_overlap.diagnostics.consistency import first_unsupported_reason
+from megatron_overlap.diagnostics.consistency import first_unsupported_reason, read
 from megatron_overlap.schedules.gather_scatter import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
@@ -81,7 +81,7 @@ def open_backend(
         return reason
     store.set(f"host/{rank}", socket.gethostname())
     try:
-        nodes = Nodes.of([store.get(f"host/{other}").decode() for other in range(size)])
+        nodes = Nodes.of(read(store, [f"host/{other}" for other in range(size)]))
     except ValueError as error:
         return str(error)
     if nodes.per_node == 1 and nodes.num_nodes > 1:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import BufferPool, Transport
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.diagnostics.consistency import ranks_text
 from megatron_overlap.ops.call import product
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather
@@ -255,7 +256,7 @@ class AllReduceMessages(PartMessages):
             try:
                 work.wait()
             except RuntimeError as error:
-                ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+                ranks = ranks_text(dist.get_process_group_ranks(self._group))
                 raise TransportError(f"all-reduce of one half of a micro-batch among ranks {ranks}: {error}") from error
 
         return self._start(rows, PartWork(out, 2 * (size - 1) * out.nbytes // size, wait))
