@@ -111,7 +111,7 @@ class VarlenTransports(NamedTuple):
     for. Other transports use one channel.
 
     Copies have no deadlock in the order of the tasks: every rank sends its payloads and surplus rows before its first
-    task, and a result needs only results of earlier ring groups and rounds.
+    task, and a result needs only results of earlier rounds.
     """
 
     inter: Transport
