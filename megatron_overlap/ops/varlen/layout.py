@@ -121,7 +121,7 @@ class RowMessages:
     def __init__(
         self,
         transport: Transport,
-        plans: Sequence[MessagePlan],
+        plans: Mapping[int, MessagePlan],
         sent: Rows,
         received: Rows,
         after_work: Mapping[Key, int],
@@ -131,7 +131,7 @@ class RowMessages:
         """Posts the messages.
 
         Args:
-            plans: messages of all ranks. They leave in this order.
+            plans: messages of all ranks, by number.
             sent: `[rows, ...]` that this rank sends without having received them.
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
@@ -162,7 +162,7 @@ class _Transfers(Repeated):
     def __init__(
         self,
         transport: Transport,
-        plans: Sequence[MessagePlan],
+        plans: Mapping[int, MessagePlan],
         sent: Mapping[Key, slice],
         received: Rows,
         after_work: Mapping[Key, int],
@@ -198,12 +198,12 @@ class _Transfers(Repeated):
         rows = self._received[number, message.payload, -1 if message.to_owner else message.step]
         return rows[message.start : message.stop]
 
-    def _add_direct(self, plans: Sequence[MessagePlan]) -> None:
+    def _add_direct(self, plans: Mapping[int, MessagePlan]) -> None:
         """Adds the messages in the order of the rounds, in which the ranks complete their results."""
         rank, chunk, nothing, pairs = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         origins = dict[tuple[int, int], message_order.Message]()
         ordered = list[tuple[int, int, int]]()
-        for number, plan in enumerate(plans):
+        for number, plan in plans.items():
             for index, message in enumerate(plan.messages):
                 origins[number, index] = origins[number, message.after[0]] if message.after else message
                 if message.is_final:
@@ -228,11 +228,11 @@ class _Transfers(Repeated):
                 posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
                 self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
-    def _add_rounds(self, plans: Sequence[MessagePlan]) -> None:
+    def _add_rounds(self, plans: Mapping[int, MessagePlan]) -> None:
         """Adds the messages round by round; those of this rank in one round are one call of NCCL."""
         rank, chunk, nothing, tags = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         own = sorted(
-            (plan.messages[index].round, number, index) for number, plan in enumerate(plans) for index in plan.of(rank)
+            (plan.messages[index].round, number, index) for number, plan in plans.items() for index in plan.of(rank)
         )
         messages = {(number, index): plans[number].messages[index] for _, number, index in own}
         passed = self._passed_rows(messages)
