@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +146,23 @@ def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.Mo
                 for index in each.of(rank)
             }
             assert calls == len(rounds)
+
+
+@pytest.mark.parametrize("passing", ["kv", "q"])
+def test_results_become_ready_in_the_order_of_their_numbers(monkeypatch: pytest.MonkeyPatch, passing: Passing) -> None:
+    """`mark_ready(n)` allows the first n sends: a rank completes the results of its ring groups in that order."""
+    marked = defaultdict[nccl.NcclP2PWork, list[int]](list)
+    original = nccl.NcclP2PWork.mark_ready
+
+    def mark_ready(self: nccl.NcclP2PWork, work_done: int) -> None:
+        marked[self].append(work_done)
+        original(self, work_done)
+
+    monkeypatch.setattr(nccl.NcclP2PWork, "mark_ready", mark_ready)
+    record(one_pass(LENGTHS, Topology(2, 4, 4)), passing, linear=False, transports=nccl_over_nodes(monkeypatch))
+    assert max(map(len, marked.values())) > 3
+    for numbers in marked.values():
+        assert numbers == list(range(len(numbers)))
 
 
 def test_both_ranks_number_a_message_alike() -> None:
