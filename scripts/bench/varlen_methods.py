@@ -245,7 +245,7 @@ class Messages:
                     label, width = f"messages {name} {number}", row_bytes // wide.itemsize
                     rows = self._transport.buffer_pool.take(label, (most, width), wide)
                     both = Rows(rows, _Always(slice(0, most)))
-                    p2p_works.append(RowMessages(self._transport, [messages], both, both, {}, messages, label))
+                    p2p_works.append(RowMessages(self._transport, {0: messages}, both, both, {}, messages, label))
         return p2p_works
 
     def run(self, *, backward: bool) -> None:

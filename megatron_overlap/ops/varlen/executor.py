@@ -225,4 +225,4 @@ class _MovedRows:
         firsts = [(key, move.at - first_received[move.to], move.rows) for move, key in numbered]
         received = Rows(y, {key: slice(first, first + rows) for key, first, rows in firsts})
         plan = rebalance_messages(moves)
-        return RowMessages(self._transport, [plan], Rows(x, sent), received, after_work, moves, name)
+        return RowMessages(self._transport, {0: plan}, Rows(x, sent), received, after_work, moves, name)

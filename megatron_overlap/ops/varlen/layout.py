@@ -121,7 +121,7 @@ class RowMessages:
     def __init__(
         self,
         transport: Transport,
-        plans: Sequence[MessagePlan],
+        plans: Mapping[int, MessagePlan],
         sent: Rows,
         received: Rows,
         after_work: Mapping[Key, int],
@@ -131,7 +131,7 @@ class RowMessages:
         """Posts the messages.
 
         Args:
-            plans: messages of all ranks. They leave in this order.
+            plans: messages of all ranks, by number.
             sent: `[rows, ...]` that this rank sends without having received them.
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
@@ -162,7 +162,7 @@ class _Transfers(Repeated):
     def __init__(
         self,
         transport: Transport,
-        plans: Sequence[MessagePlan],
+        plans: Mapping[int, MessagePlan],
         sent: Mapping[Key, slice],
         received: Rows,
         after_work: Mapping[Key, int],
@@ -198,40 +198,41 @@ class _Transfers(Repeated):
         rows = self._received[number, message.payload, -1 if message.to_owner else message.step]
         return rows[message.start : message.stop]
 
-    def _add_direct(self, plans: Sequence[MessagePlan]) -> None:
-        """Adds the messages in the order of the plans and rounds, so both ranks of a pair have the same order."""
+    def _add_direct(self, plans: Mapping[int, MessagePlan]) -> None:
+        """Adds the messages in the order of the rounds, in which the ranks complete their results."""
         rank, chunk, nothing, pairs = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
-        for number, plan in enumerate(plans):
-            origins = list[message_order.Message]()
-            for message in plan.messages:
-                origins.append(origins[message.after[0]] if message.after else message)
-            both = sorted(enumerate(zip(plan.messages, origins, strict=True)), key=lambda each: each[1][0].round)
-            for index, (message, origin) in both:
-                source, to = origin.source, message.to
-                if not message.is_final:
-                    continue
-                pairs[source, to] += 1
-                if pairs[source, to] == MAX_FLAGS:
-                    raise TransportError(
-                        f"{self._name}: {MAX_FLAGS} or more messages from rank {source} to rank {to} of the group: too "
-                        "many for the flags of copies; use overlap.transport: nccl"
-                    )
-                if rank not in (source, to):
-                    continue
-                lands = self._sink(number, message)
-                if to == rank:
-                    self.numbers[number, index] = len(self._all)
-                    self._all.append((Message(chunk, source, chunk, source), nothing, lands, lands))
-                else:
-                    key = number, message.payload, origin.step
-                    posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
-                    self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
+        origins = dict[tuple[int, int], message_order.Message]()
+        ordered = list[tuple[int, int, int]]()
+        for number, plan in plans.items():
+            for index, message in enumerate(plan.messages):
+                origins[number, index] = origins[number, message.after[0]] if message.after else message
+                if message.is_final:
+                    ordered.append((message.round, number, index))
+        for _, number, index in sorted(ordered):
+            message, origin = plans[number].messages[index], origins[number, index]
+            source, to = origin.source, message.to
+            pairs[source, to] += 1
+            if pairs[source, to] == MAX_FLAGS:
+                raise TransportError(
+                    f"{self._name}: {MAX_FLAGS} or more messages from rank {source} to rank {to} of the group: too "
+                    "many for the flags of copies; use overlap.transport: nccl"
+                )
+            if rank not in (source, to):
+                continue
+            lands = self._sink(number, message)
+            if to == rank:
+                self.numbers[number, index] = len(self._all)
+                self._all.append((Message(chunk, source, chunk, source), nothing, lands, lands))
+            else:
+                key = number, message.payload, origin.step
+                posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
+                self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
-    def _add_rounds(self, plans: Sequence[MessagePlan]) -> None:
+    def _add_rounds(self, plans: Mapping[int, MessagePlan]) -> None:
         """Adds the messages round by round; those of this rank in one round are one call of NCCL."""
         rank, chunk, nothing, tags = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         own = sorted(
-            (plan.messages[index].round, number, index) for number, plan in enumerate(plans) for index in plan.of(rank)
+            (plan.messages[index].round, number, index) for number, plan in plans.items() for index in plan.of(rank)
         )
         messages = {(number, index): plans[number].messages[index] for _, number, index in own}
         passed = self._passed_rows(messages)

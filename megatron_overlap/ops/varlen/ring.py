@@ -106,12 +106,12 @@ class TaskQueues:
 class VarlenTransports(NamedTuple):
     """The transports of balanced attention.
 
-    On NCCL, whose streams execute messages in order, the three kinds have a channel each: inter-node messages do not
-    delay intra-node messages, and a rebalancing receive does not block ring results that the sender of its rows waits
+    On NCCL, whose streams execute messages in order, the three kinds have a channel each: inter-node payloads do not
+    delay intra-node payloads, and a rebalancing receive does not block ring results that the sender of its rows waits
     for. Other transports use one channel.
 
     Copies have no deadlock in the order of the tasks: every rank sends its payloads and surplus rows before its first
-    task, and a result needs only results of earlier ring groups and rounds.
+    task, and a result needs only results of earlier rounds.
     """
 
     inter: Transport
@@ -149,16 +149,20 @@ def begin_rings(
 ) -> list[RingRows]:
     """Posts the messages and enqueues the computation of all ring groups of one pass in one direction."""
     runs = [
-        RingGroupRun(options, attention, own, messages)
-        for messages in messages_of(options.plan, options.index, attention.traffic, options.window)
+        RingGroupRun(options, attention, own, *numbered)
+        for numbered in enumerate(messages_of(options.plan, options.index, attention.traffic, options.window))
     ]
     # One operation for all groups of a zone. With several, a stream could receive results of a later group before it
     # sends those of an earlier one, and ranks would wait for each other.
-    batches = {zone: list(batch) for zone, batch in groupby(runs, key=lambda run: run.zone)}
+    batches = {f"{zone}-node ": list(batch) for zone, batch in groupby(runs, key=lambda run: run.zone)}
     # Post all payloads before the first result: payloads need no computation, so no message blocks them.
-    posted = [RingRows(batch, f"{name} {zone}-node payload") for zone, batch in batches.items()]
+    posted = [RingRows(batch, f"{name} {zone}payload") for zone, batch in batches.items()]
     if attention.traffic.result_bytes:
-        posted += [RingRows(batch, f"{name} {zone}-node result", results=True) for zone, batch in batches.items()]
+        if len(batches) > 1 and not queues.can_query:
+            # Also of both zones: with one hardware queue a call that cannot start delays later calls on other channels,
+            # and ranks that enqueue the calls of two channels in different orders would wait for each other.
+            batches = {"": runs}
+        posted += [RingRows(batch, f"{name} {zone}result", results=True) for zone, batch in batches.items()]
     for run in runs:
         run.enqueue(queues)
     for of_zones in (queues.ring_steps, queues.results):
@@ -180,9 +184,7 @@ class RingRows:
         dtype = accumulation_dtype(q.dtype) if results else q.dtype
         width = (traffic.result_bytes if results else traffic.payload_bytes) // dtype.itemsize
         take, like = transport.buffer_pool.take, q.new_empty(0, dtype=dtype)
-        groups = tuple(run.messages for run in runs)
-        for number, run in enumerate(runs):
-            run.number = number
+        groups = {run.number: run.messages for run in runs}
         if results:
             # In the order in which the rank completes them.
             steps = [(step.round, run.number, step) for run in runs for step in run.result_steps]
@@ -194,24 +196,27 @@ class RingRows:
         places = {key: slice(*each) for key, each in zip(keys, bounds, strict=True)}
         self.sent = Rows(take(name, (sum(counts), width), like), places)
         self.numbers = {key: number for number, key in enumerate(keys, start=1)} if results else {}
-        places, num_rows = received_rows(groups, transport.size, results=results)
+        places, num_rows = received_rows(tuple(groups.items()), transport.size, results=results)
         # Copies land in buffers of the same size on all ranks.
         most = max(num_rows) if transport.prepares else num_rows[transport.rank]
         self.received = Rows(take(f"{name} received", (most, width), like, symmetric=True), places)
         for run in runs:
             run.use(self, results=results)
-        plans = [plan for group in groups if (plan := group.collect if results else group.distribute) is not None]
+        both = {number: group.collect if results else group.distribute for number, group in groups.items()}
+        plans = {number: plan for number, plan in both.items() if plan is not None}
         self.messages = RowMessages(transport, plans, self.sent, self.received, self.numbers, places, name)
 
 
 class RingGroupRun:
-    """One ring group, number `number` of its rows, in one pass on this rank: a member, a proxy, or not involved.
+    """Ring group `number` of one pass on this rank: a member, a proxy, or not involved.
 
     This rank sends the results of `result_steps`.
     """
 
-    def __init__(self, options: CallOptions, attention: RingAttention, own: OwnRows, messages: RingMessages) -> None:
-        self._options, self.attention, self._own = options, attention, own
+    def __init__(
+        self, options: CallOptions, attention: RingAttention, own: OwnRows, number: int, messages: RingMessages
+    ) -> None:
+        self._options, self.attention, self._own, self.number = options, attention, own, number
         self.messages, self._ring_group = messages, messages.ring_group
         self.zone = messages.ring_group.zone
         self.transport = options.transports[self.zone != "inter"]
@@ -222,7 +227,6 @@ class RingGroupRun:
         self._received_steps = messages.received_steps(self._position)
         self.result_steps = messages.result_steps(self._position)
         self._computed: set[Key] = set()
-        self.number = 0
         self._payloads: RingRows
         self._results: RingRows | None = None
 
@@ -256,17 +260,17 @@ class RingGroupRun:
             queues.ring_steps[zone].append(task)
         if self._results is None:
             return
-        # In the order of the rounds: NCCL carries the own results and those of peers of one round in one call.
+        # In the order of the rounds, first the own results: NCCL carries them and those of peers in one call.
         results, needs = queues.results[zone if queues.can_query else "inter"], self._results.messages.needs
         for step in self.result_steps:
             is_runnable = partial(self._computed.__contains__, (number, step.payload, step.step))
-            order = step.round + 1, zone != "inter", 0, number
+            order = step.round + 1, 0, number
             results.append(
                 Task(partial(self._send_result, step), *needs(number, step.messages), is_runnable, order=order)
             )
         for index in self.owned:
             messages, last = self.messages.owner_results[index]
-            order = last, zone != "inter", 1, number
+            order = last, 1, number
             results.append(Task(partial(self._apply_result, index), *needs(number, messages), order=order))
 
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:

@@ -89,16 +89,16 @@ class RingMessages:
 
 @lru_cache(maxsize=64)
 def received_rows(
-    groups: tuple[RingMessages, ...], num_ranks: int, *, results: bool
+    groups: tuple[tuple[int, RingMessages], ...], num_ranks: int, *, results: bool
 ) -> tuple[dict[tuple[int, int, int], slice], list[int]]:
-    """Where the ranks receive the payloads of ring groups, or their results, each rank in a buffer of its own.
+    """Where the ranks receive the payloads of numbered ring groups, or their results, each rank in its own buffer.
 
     Returns:
         Rows of the buffer of the receiver, by number of the ring group, payload and ring step (-1: results for the
         owner), and the number of rows of each rank. The same on every rank.
     """
     places, num_rows = dict[tuple[int, int, int], slice](), [0] * num_ranks
-    for number, group in enumerate(groups):
+    for number, group in groups:
         for index, payload in enumerate(group.payloads):
             stops = (payload.owner, *payload.receivers[1:]) if results else payload.receivers
             for step, (position, rows) in enumerate(zip(stops, payload.rows, strict=True), -1 if results else 0):

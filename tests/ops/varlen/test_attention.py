@@ -34,6 +34,7 @@ ADVERSARIAL = {
     "only_empty_documents": [0, 0],
     "fewer_tokens_than_ranks": [2],
     "one_token": [1],
+    "rings_that_share_ranks": [3, 30],
     "mixed": [45, 19, 8, 3, 1, 1, 0, 30, 2],
 }
 

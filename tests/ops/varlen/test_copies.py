@@ -74,13 +74,24 @@ def test_bits_of_messages(world: World, size: int, on_device: bool) -> None:
 )
 def test_every_order_of_the_queues(size: int, number: int, device: str) -> None:
     """Messages may be as late as possible. With one hardware queue a rank runs its steps in the order of the calls."""
+    cases = cases_of(TOPOLOGIES[size][number])
+    check_every_order([cases[0], cases[6], cases[6], cases[1], cases[0]], size, device)
+
+
+def test_every_order_of_rings_that_share_ranks() -> None:
+    """Ranks send the results of a second ring between those of the first: in the order in which they complete them."""
+    plan = one_pass([3, 30], Topology(1, 4))
+    assert {ring.ranks for ring in plan.passes[0].rings} == {(0, 1, 2, 3), (2, 3)}
+    check_every_order([Case(plan, passing="q")], 4, "cuda")
+
+
+def check_every_order(cases: list[Case], size: int, device: str) -> None:
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
-    cases = cases_of(TOPOLOGIES[size][number])
     for rank, backend in enumerate(backends):
         transport = CopyTransport(backend)
         with Recording(backend.computing):
-            for case in (cases[0], cases[6], cases[6], cases[1], cases[0]):
+            for case in cases:
                 copies_workers.run(case, 0, attention_workers.batch_of_rank(rank, case, 0, 1), transport)
     ordered([queue for backend in backends for queue in backend.queues])
     ordered([backend.one_hardware_queue() for backend in backends])

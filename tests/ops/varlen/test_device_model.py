@@ -27,7 +27,7 @@ from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import Recorder
 from tests.comm.makespan import Work, makespan
 from tests.ops.tensor_parallel.device_layers import GPU, Context, times
-from tests.ops.varlen.test_attention import one_pass
+from tests.ops.varlen.test_attention import SLOW, one_pass
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 
@@ -117,6 +117,15 @@ def test_nccl_over_nodes_has_no_deadlock(monkeypatch: pytest.MonkeyPatch, seed: 
 
 
 @pytest.mark.parametrize("passing", ["kv", "q"])
+def test_results_through_proxies_have_no_deadlock(monkeypatch: pytest.MonkeyPatch, passing: Passing) -> None:
+    """Proxies enqueue inter-node results that they forward before intra-node results of their own."""
+    plan = one_pass([9000, 40000], Topology(2, 3, 3, **SLOW))
+    assert {ring.zone for ring in plan.passes[0].rings} == {"inter", "intra"}
+    for devices in record(plan, passing, linear=False, transports=nccl_over_nodes(monkeypatch)):
+        makespan(devices, GPU, connections=1)
+
+
+@pytest.mark.parametrize("passing", ["kv", "q"])
 def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.MonkeyPatch, passing: Passing) -> None:
     """Ring groups share the calls, and so do the shares of a transfer over several network cards."""
     plan = one_pass(LENGTHS, Topology(2, 4, 4))
@@ -130,7 +139,7 @@ def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.Mo
         for rank, device in enumerate(devices):
             calls = sum(op.kind == "messages" for op in device.ops)
             rounds = {
-                (group.ring_group.zone, collects, each.messages[index].round)
+                (collects or group.ring_group.zone, each.messages[index].round)
                 for group in groups
                 for collects, each in enumerate((group.distribute, group.collect))
                 if each is not None
@@ -160,7 +169,7 @@ def test_both_ranks_number_a_message_alike() -> None:
     """By the number gloo finds the other end of a message, and a trace its sender."""
     plan = one_pass(LENGTHS, Topology(2, 4, 4))
     groups = messages_of(plan, 0, Traffic("kv", 4096, 0), None)
-    places, num_rows = received_rows(groups, plan.topology.ranks, results=False)
+    places, num_rows = received_rows(tuple(enumerate(groups)), plan.topology.ranks, results=False)
     sent = {
         (number, index, 0): slice(0, payload.rows[0])
         for number, group in enumerate(groups)
@@ -170,7 +179,7 @@ def test_both_ranks_number_a_message_alike() -> None:
     for rank in range(plan.topology.ranks):
         transport: Any = SimpleNamespace(rank=rank, size=8, buffer_pool=BufferPool(), prepares=False)
         rows = Rows(torch.empty(num_rows[rank], 1), places)
-        plans = [group.distribute for group in groups]
+        plans = {number: group.distribute for number, group in enumerate(groups)}
         for each in _Transfers(transport, plans, sent, rows, {}, "test").build(own):
             message = each.message
             if each.send.numel():

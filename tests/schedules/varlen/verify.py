@@ -48,10 +48,10 @@ class _Rank:
 def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
     """Executes the messages under the strictest assumptions: rendezvous transport and blocking ranks.
 
-    Every rank has one queue for its inter-node messages and one for its intra-node messages. It posts a round when all
-    its sends in the round are ready, and the round blocks the later ones of its queue until all its messages are done.
-    A rank waits for each ring step in order, and sends results only after all its ring steps, in the order of their
-    rounds. Messages that complete under these rules complete on faster ranks and on buffered transports.
+    Every rank has one queue for its inter-node payloads and all results, and one for its intra-node payloads. It posts
+    a round when all its sends in the round are ready, and the round blocks the later ones of its queue until all its
+    messages are done. A rank waits for each ring step in order, and sends results only after all its ring steps, in the
+    order of their rounds. Messages that complete under these rules complete on faster ranks and on buffered transports.
 
     Proved: every row of a payload reaches each ring step once; no rank sends rows that it does not hold; no rank sends
     a result before it is complete; every owner gets the result of each ring step for each row once; nothing deadlocks;
@@ -66,11 +66,11 @@ def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
     """
     state = [_Rank() for _ in range(ranks)]
     for collects in (False, True):
-        for zone in ("inter", "intra"):
+        for zone in ("inter",) if collects else ("inter", "intra"):
             posts = [dict[int, _Post]() for _ in range(ranks)]
             for number, group in enumerate(groups):
                 plan = group.collect if collects else group.distribute
-                for rank in range(ranks) if plan and (group.ring_group.zone == zone) else ():
+                for rank in range(ranks) if plan and (collects or group.ring_group.zone == zone) else ():
                     for index in plan.of(rank):  # type: ignore[union-attr]
                         place = plan.messages[index].round  # type: ignore[union-attr]
                         posts[rank].setdefault(place, _Post(place, collects)).messages.append((number, index))
@@ -78,12 +78,10 @@ def check_messages(groups: Sequence[RingMessages], ranks: int) -> MessagesProof:
                 state[rank].queues[zone] += [found[place] for place in sorted(found)]
     for number, group in enumerate(groups):
         for position, rank in enumerate(group.ring_group.ranks):
-            late, steps = group.ring_group.zone != "inter", group.received_steps(position)
+            steps = group.received_steps(position)
             state[rank].tasks += [((0,), "compute", number, each.payload, each.step) for each in steps]
             steps = group.result_steps(position)
-            state[rank].tasks += [
-                ((1, each.round, late), "send result", number, each.payload, each.step) for each in steps
-            ]
+            state[rank].tasks += [((1, each.round), "send result", number, each.payload, each.step) for each in steps]
     for each_rank in state:
         each_rank.tasks.sort(key=lambda task: task[0])
     simulation = _Simulation(groups, state)
@@ -152,8 +150,8 @@ class _Simulation:
 
     def _deliver(self, post: _Post, number: int, index: int, peer: int) -> None:
         """Delivers a message if it is in the current round of the peer, which has posted it."""
-        zone = self._groups[number].ring_group.zone
-        queue = self._state[peer].queues["inter" if zone == "inter" else "intra"]
+        zone = "inter" if post.collects else self._groups[number].ring_group.zone
+        queue = self._state[peer].queues[zone]
         if not queue or queue[0].collects != post.collects or (number, index) not in queue[0].messages:
             return
         if not self._is_posted(peer, queue[0]):
