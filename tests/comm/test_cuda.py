@@ -268,7 +268,9 @@ def opened_on(monkeypatch: pytest.MonkeyPatch, hosts: str) -> list[range]:
         opened.append(RecordedBackend(0, 1, {}))
         return ""
 
-    store = SimpleNamespace(set=lambda *_: None, get=lambda key: hosts[int(key.rpartition("/")[2])].encode())
+    store = SimpleNamespace(
+        set=lambda *_: None, multi_get=lambda keys: [hosts[int(key.rpartition("/")[2])].encode() for key in keys]
+    )
     monkeypatch.setattr(cuda, "store_beside", lambda group: store)
     monkeypatch.setattr(cuda, "first_unsupported_reason", lambda *_: "")
     monkeypatch.setattr(cuda.dist, "get_rank", lambda group: 1)
