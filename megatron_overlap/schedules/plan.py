@@ -8,7 +8,7 @@ Small = Literal["first", "last", "both"]
 """Which parts of a slice are small: those whose message or GEMM is exposed."""
 
 MAX_CALLS = 16
-"""Largest number of NCCL calls for one message to each peer. The messages of a call arrive together. With 32 ranks and
+"""Most NCCL calls that carry one message to each peer. The messages of a call arrive together. With 32 ranks and
 20 us a call, the forward of a layer of experts takes 0.96 of the time with a call each (device model)."""
 
 

@@ -73,7 +73,7 @@ class LateP2PWork:
         )
 
     def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor at the same place of hidden memory, which is filled with NaN at first."""
+        """Return the tensor's place in a copy of its memory that only this class sees; it is NaN at first."""
         storage, empty = tensor.untyped_storage(), tensor.new_empty(0)
         memory = self._memories.get(storage.data_ptr())
         if memory is None:

@@ -115,7 +115,7 @@ class RowMessages:
 
     Attributes:
         num_bytes: bytes that this rank sends, including those that it forwards as a proxy.
-        received: the messages of the only plan that this rank receives.
+        received: numbers of the messages that this rank receives, where there is one plan.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RowMessages:
 class _Transfers(Repeated):
     """The transfers of one rank, which `repeated` builds for a tensor of the rows that it sends.
 
-    `numbers` are those of the messages that this rank receives, by number of the plan and of the message in it.
+    `numbers` has the place of each received message among the transfers, by numbers of its plan and of the message.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Transfers(Repeated):
                 self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
     def _add_rounds(self, plans: Mapping[int, MessagePlan]) -> None:
-        """Adds the messages round by round; those of this rank in one round are one call of NCCL."""
+        """Adds the messages of this rank round by round. NCCL carries those of one round in one call."""
         rank, chunk, nothing, tags = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         own = sorted(
             (plan.messages[index].round, number, index) for number, plan in plans.items() for index in plan.of(rank)

@@ -6,8 +6,8 @@ source dispatches each share to a proxy rank next to the NIC, the proxies send i
 node pass their shares to the destination.
 
 The messages of one round do not depend on each other: a message has a later round than the messages that bring its
-rows. Posting in the order of rounds therefore cannot deadlock on any transport, and NCCL carries all messages of a rank
-in one round in one call. A rank makes about as many calls as the longest path of a payload has hops.
+rows. Posting in the order of rounds therefore cannot deadlock on any transport. NCCL carries the messages of a rank in
+one round in one call, so a rank makes at most as many calls as there are hops on the longest path of a payload.
 """
 
 from collections import defaultdict
@@ -76,7 +76,7 @@ class Route(NamedTuple):
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """Collects the messages of transfers of rows of `row_bytes`.
+    """Builds the messages that carry rows of `row_bytes` bytes from rank to rank.
 
     A transfer uses at most `max_nics` NICs of a node; None is all.
     """
