@@ -62,7 +62,7 @@ class Link:
         ring_latency_us: fixed cost of a whole ring collective, all its hops together.
         all_reduce_rate: bus bandwidth of an all-reduce relative to the bytes of an all-gather; None: a reduce-scatter
             and an all-gather.
-        copy_us, flag_us: of the copy engines between these ranks; None: they have none.
+        copy_us, further_us, flag_us: of the copy engines between these ranks; None: they have none.
     """
 
     size: int
@@ -74,6 +74,7 @@ class Link:
     ring_latency_us: float
     all_reduce_rate: float | None = None
     copy_us: float | None = None
+    further_us: float = 0.0
     flag_us: float = 0.0
 
 
@@ -191,7 +192,8 @@ class CostModel:
         engines = inside.copy_engines
         if engines is None or size > together:
             return link
-        return replace(link, copy_us=engines.copy_us.value, flag_us=engines.flag_us.value)
+        costs = {name: getattr(engines, name).value for name in ("copy_us", "further_us", "flag_us")}
+        return replace(link, **costs)
 
     def message_us(self, num_bytes: float, link: Link) -> float:
         """One message from one rank to another."""
@@ -201,12 +203,12 @@ class CostModel:
         """What sends messages on a device, by default: copy engines between ranks of a node, else NCCL."""
         return "copy" if link.copy_us is not None else "message"
 
-    def queued_us(self, link: Link, mover: Mover, num_flags: int = 2) -> float:
-        """Fixed time of a message in the queue of sends of a device; a copy has flags, set or waited for."""
+    def queued_us(self, link: Link, mover: Mover, num_flags: int = 2, num_copies: int = 1) -> float:
+        """Fixed time of a call in the queue of sends of a device; a batch of copies has flags, set or waited for."""
         if mover == "message":  # a kernel of NCCL; the next one starts when it has ended
             return link.latency_us + self.launch_us
         assert link.copy_us is not None
-        return link.copy_us + num_flags * link.flag_us
+        return link.copy_us + (num_copies - 1) * link.further_us + num_flags * link.flag_us
 
     def all_to_all_us(self, num_bytes: float, size: int) -> float:
         """An all-to-all of consecutive ranks; `num_bytes` is the buffer of one rank, an equal part for each rank."""

@@ -21,6 +21,7 @@ from megatron_overlap.comm.host_group import store_beside
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transfer, TransportError, TransportOptions
 from megatron_overlap.diagnostics.consistency import ranks_text
 from megatron_overlap.schedules import Chunk, Message
+from megatron_overlap.schedules.plan import end_of_call
 from megatron_overlap.tracing import Kind, Trace, WorkEvents
 
 
@@ -109,6 +110,7 @@ class NcclP2PWork:
 
     def __init__(self, transport: NcclTransport, transfers: Sequence[Transfer], op: str) -> None:
         self._transport, self._transfers, self._op = transport, transfers, op
+        self._messages = [transfer.message for transfer in transfers]
         self._timing = transport._events(op)
         self._works: list[dist.Work | None] = []
         # Positions of the computing stream and the work done there. Kernels before the first may read receive buffers.
@@ -137,12 +139,8 @@ class NcclP2PWork:
 
     def _next_transfers(self) -> Sequence[Transfer]:
         """The messages of the next NCCL group call: one, or all with the same number of a call."""
-        transfers, first = self._transfers, len(self._works)
-        stop = first + 1
-        call = transfers[first].message.call if first < len(transfers) else None
-        while call is not None and stop < len(transfers) and transfers[stop].message.call == call:
-            stop += 1
-        return transfers[first:stop]
+        first = len(self._works)
+        return self._transfers[first : end_of_call(self._messages, first)]
 
     def _enqueue_next(self) -> None:
         """Enqueue the messages of the next call after the work that they depend on, but not after later work."""

@@ -148,7 +148,9 @@ class CopyEngines(Section):
     """Copy engines that write to the memory of peers."""
 
     copy_us: Cost
-    """Fixed cost of one copy."""
+    """Fixed cost of one copy, or of a batch of copies."""
+    further_us: Cost
+    """Fixed cost of each further copy of a batch."""
     flag_us: Cost
     """Cost of a flag on a queue, set or waited for."""
 

@@ -17,6 +17,7 @@ gathers or sums the rows of the rails.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal, Self
 
 from megatron_overlap.schedules.plan import Chunk, ChunkLayout, Message, Pattern, Plan, Split, Work, check_positive
@@ -153,21 +154,24 @@ def reduce_scatter_plan(
     return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
-def _placed(messages: list[Message], work: list[Work]) -> tuple[Message, ...]:
+def _placed(messages: list[Message], work: list[Work], *, together: bool = True) -> tuple[Message, ...]:
     """Return the messages with `not_before`: after the GEMM that hides them.
 
     A message that depends on a GEMM follows the next GEMM. Any other message follows the work before the one that waits
-    for it.
+    for it. `together`: messages of one GEMM are one call; on all ranks the same messages must be.
     """
     first_use = {k: index for index in reversed(range(len(work))) for k in (*work[index].needs, *work[index].adds)}
-    placed, place = [], 0
+    placed, place = list[Message](), 0
     for k, message in enumerate(messages):
         if message.after_work:
             place = max(place, message.after_work + any(each.chunks for each in work[message.after_work :]))
         else:
             place = max(place, first_use.get(k, 0))
         placed.append(replace(message, not_before=place))
-    return tuple(placed)
+    if not together:
+        return tuple(placed)
+    calls = groupby(placed, key=lambda message: (message.after_work, message.not_before, message.after_messages))
+    return tuple(replace(message, call=number) for number, (_, call) in enumerate(calls) for message in call)
 
 
 def _exchanges(num_ranks: int, rank: int, slices_per_gemm: int) -> list[list[tuple[int, int]]]:
@@ -272,7 +276,9 @@ def all_reduce_plan(
         compute(own)
     for part in parts[-1:] if late else parts:
         send_sums(part, peers)
-    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
+    # With split `edge` the GEMMs of the ranks differ.
+    placed = _placed(messages, work, together=pattern == "serial" or split == "all")
+    return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, placed, tuple(work))
 
 
 def _runs(num_ranks: int, rank: int, part: int, num_parts: int) -> tuple[list[Run], list[Run]]:

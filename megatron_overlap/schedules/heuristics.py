@@ -10,12 +10,12 @@ from megatron_overlap.schedules.plan import Collective, Pattern, Small, part_wei
 # With fewer rows a bf16 GEMM loses more than 5 % per row, and one more cut hides less than that. Measured with oneDNN
 # on AVX-512: 256 rows 0-1 %, 128 rows 3-7 %, 64 rows 11-20 %.
 MIN_CHUNK_ROWS = 128
-# The most rows of slices that share a GEMM. On an H100 a layer of eight slices of 1,024 rows took 0.66 to 0.88 of the
-# time without overlap, of 256 rows 0.88 to 0.95, and of 128 rows 1.35 to 1.41: such GEMMs only read their weight.
+# The most rows of a GEMM of more than two slices. On an H100 a layer of eight slices of 1,024 rows took 0.66 to 0.88 of
+# the time without overlap, of 256 rows 0.88 to 0.95, and of 128 rows 1.35 to 1.41: such GEMMs only read their weight.
 _MAX_SHARED_ROWS = 1024
-# Of an all-gather of one part by copy engines, to one rank. The fixed time of a smaller copy is longer than what a GEMM
+# Of an all-gather of one part by copy engines, to one rank. The fixed time of smaller copies is longer than what a GEMM
 # gains from the SMs of NCCL. Modelled for H100 (`configs/clusters/h100_dgx.yaml`), not measured.
-MIN_COPY_BYTES = 8 << 20
+MIN_COPY_BYTES = 2 << 20
 # A GEMM of at most this depth takes about as long as the messages of its result, or less. Modelled for an H100 with
 # NVLink (`tests/ops/tensor_parallel/device_layers.py`), not measured.
 SHALLOW_DEPTH = 1536
@@ -81,11 +81,17 @@ def default_chunks(
 def default_slices_per_gemm(num_ranks: int, num_rows: int, *, hidden: bool) -> int:
     """Return the largest number of slices that share a GEMM where copy engines carry the messages.
 
-    At most half of all slices, so that a GEMM hides messages. `hidden`: the GEMM of the own rows, or work that follows,
-    hides messages too. If not, at most two slices: the first messages are sent after the first GEMM.
+    At most half of all slices, so that a GEMM hides messages. The messages of a GEMM are one batch of copies, so two
+    slices share one also where a GEMM of each would be as fast. `hidden`: the GEMM of the own rows, or work that
+    follows, hides messages too. If not, at most two slices, which are shorter: the first messages are sent after the
+    first GEMM. Modelled (`tests/ops/tensor_parallel/device_layers.py`), not measured.
     """
     slice_rows = max(1, num_rows // num_ranks)
-    most = _MAX_SHARED_ROWS // slice_rows if hidden else min(2, _MAX_SHARED_ROWS // 2 // slice_rows)
+    most = _MAX_SHARED_ROWS // slice_rows
+    if not hidden:
+        most = min(2, most)
+    elif slice_rows <= _MAX_SHARED_ROWS:
+        most = max(2, most)
     return max(1, min(most, num_ranks // 2))
 
 

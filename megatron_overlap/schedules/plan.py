@@ -1,5 +1,6 @@
 """Plan of one rank: the division of rows into chunks, and its messages and its computation in order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -8,7 +9,7 @@ Small = Literal["first", "last", "both"]
 """Which parts of a slice are small: those whose message or GEMM is exposed."""
 
 MAX_CALLS = 16
-"""Most NCCL calls that carry one message to each peer. The messages of a call arrive together. With 32 ranks and
+"""Most calls that carry one message to each peer. The messages of a call arrive together. With 32 ranks and
 20 us a call, the forward of a layer of experts takes 0.96 of the time with a call each (device model)."""
 
 
@@ -162,7 +163,7 @@ class Message:
         after_messages: earlier messages whose received rows this send forwards.
         not_before: a transport on a device enqueues the message when `work[:not_before]` is enqueued. With one hardware
             queue (CUDA_DEVICE_MAX_CONNECTIONS=1) work that is enqueued after a message starts after it.
-        call: NCCL carries consecutive messages with the same number in one call; None: alone.
+        call: one call of NCCL, or one batch of copies, carries consecutive messages with the same number; None: alone.
         tag: number of the message on both ranks; None: its place in the plan, which is the same on both.
     """
 
@@ -175,6 +176,14 @@ class Message:
     not_before: int = 0
     call: int | None = None
     tag: int | None = None
+
+
+def end_of_call(messages: Sequence[Message], first: int) -> int:
+    """The number of the first message after the call that begins with message `first`."""
+    stop = first + 1
+    while stop < len(messages) and messages[first].call is not None and messages[stop].call == messages[first].call:
+        stop += 1
+    return stop
 
 
 @dataclass(frozen=True, slots=True)

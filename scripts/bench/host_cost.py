@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from harness import versions
 
-from megatron_overlap.comm.symmetric.backend import FlagStep
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.ops import all_gather_linear, copy_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
@@ -46,13 +46,19 @@ class CountedQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._calls["copy"] += 1
 
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
+
+    def copy_all(self, prepared: object, tensors: Sequence[torch.Tensor]) -> None:
+        self._calls["copies"] += 1
+
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         raise AssertionError("copies write flags in batches")
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         raise AssertionError("copies wait for flags in batches")
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         return tuple(steps)
 
     def run(self, prepared: object) -> None:

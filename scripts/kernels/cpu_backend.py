@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, Queue, copies_of
 from megatron_overlap.comm.transport import TransportError
 
 _SHARED_FOLDER = Path("/dev/shm")
@@ -33,6 +33,13 @@ class _ImmediateQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
 
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        for to, source in copies_of(prepared, tensors):
+            self.copy(to, source)
+
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         words[index] = value
 
@@ -43,7 +50,7 @@ class _ImmediateQueue:
                 raise TransportError(f"word {index}: {int(words[index])}: did not reach {value} within {_WAIT_S:g} s")
             time.sleep(_POLL_S)
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:
@@ -87,13 +94,20 @@ class _ThreadQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._work.put(lambda: self._immediate.copy(to, source))
 
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        for to, source in copies_of(prepared, tensors):
+            self.copy(to, source)
+
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         self._work.put(lambda: self._immediate.write(words, index, value))
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         self._work.put(lambda: self._immediate.wait(words, index, value))
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         return self._immediate.prepare(steps)
 
     def run(self, prepared: object) -> None:

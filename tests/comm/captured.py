@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooTransport
 from megatron_overlap.comm.host_group import HostGroup
-from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, Queue
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import OrderedTransport, Transport
 from megatron_overlap.ops import (
@@ -79,8 +79,16 @@ class CapturedQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._graph.add(lambda: self._inner.copy(to, source))
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
-        return self._inner.prepare(steps)
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        assert captured == (self._graph.calls is not None)
+        return self._inner.prepare_copies(copies, captured=captured)
+
+    def copy_all(self, prepared: object, tensors: Sequence[torch.Tensor]) -> None:
+        self._graph.add(lambda: self._inner.copy_all(prepared, tensors))
+
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
+        assert captured == (self._graph.calls is not None)
+        return self._inner.prepare(steps, captured=captured)
 
     def run(self, prepared: object) -> None:
         self._graph.add(lambda: self._inner.run(prepared))

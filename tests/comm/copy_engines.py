@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_overlap.comm.symmetric.backend import FlagStep
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, copies_of
 from tests.comm.device import Recorder
 from tests.comm.makespan import Gpu
 
@@ -25,13 +26,25 @@ class EngineQueue:
         return SimpleNamespace(name=self._name or self._backend.recorder.current)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        recorder, gpu = self._backend.recorder, self._backend.gpu
-        of, there = map(self._backend.owner, (source, to))
-        seconds = gpu.move_s(2 * to.nbytes) if of == there else gpu.message_s(to.nbytes)
-        label = there if of == recorder.rank else ("from", of)
-        self._put("copy", label, seconds=seconds, reads=(recorder.span(source),), writes=(recorder.span(to),))
+        self.copy_all([(to, source)], [])
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        copies, recorder, gpu = list(copies_of(prepared, tensors)), self._backend.recorder, self._backend.gpu
+        moved = Counter[tuple[int, int]]()
+        for to, source in copies:
+            of, there = map(self._backend.owner, (source, to))
+            moved[of, there] += to.nbytes
+        local = any(of == there for of, there in moved)
+        assert len(copies) == 1 or not local
+        num_bytes = moved.total()
+        seconds = gpu.move_s(2 * num_bytes) if local else gpu.message_s(num_bytes, len(copies))
+        spans = [tuple(map(recorder.span, tensors)) for tensors in zip(*copies, strict=True)]
+        self._put("copy", moved, seconds=seconds, reads=spans[1], writes=spans[0])
+
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:

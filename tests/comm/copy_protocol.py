@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron_overlap.comm.symmetric.backend import FlagStep
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, copies_of
 
 Bytes = tuple[int, int]
 Flag = int | tuple[int, int]
@@ -66,13 +67,24 @@ class RecordedQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.steps.append(Step([span(source)], [span(to)], action=lambda: to.copy_(source)))
 
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """One step, whose copies run in any order."""
+        copies = list(copies_of(prepared, tensors))
+        each = [Step([span(source)], [span(to)]) for to, source in copies]
+        assert not any(conflict(one, other) for one, other in combinations(each, 2))
+        written, read = ([span(tensor) for tensor in tensors] for tensors in zip(*copies, strict=True))
+        self.steps.append(Step(read, written, action=lambda: [to.copy_(source) for to, source in copies]))
+
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         self.steps.append(Step(sets=(words.data_ptr() + 4 * index, value)))
 
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         self.steps.append(Step(awaits=(words.data_ptr() + 4 * index, value)))
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         flags = [(words.data_ptr() + 4 * index, sets) for words, index, sets, _ in steps]
         return [(flag, None) if sets else (None, flag) for flag, sets in flags]
 

@@ -7,7 +7,7 @@ and links of one constant rate.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -31,6 +31,7 @@ class Gpu:
         memory: rate of memory, of a kernel and of a local copy by a copy engine.
         link: rate of one direction of the link, shared by the messages of a rank; also of copies from a peer.
         latency_s: fixed part of a kernel, a copy or a message, in seconds.
+        further_copy_s: fixed part of each further copy of a batch.
         word_s: duration of the write of a word.
         nccl_sms: SMs that a message on NCCL occupies.
     """
@@ -41,6 +42,7 @@ class Gpu:
     memory: float = 2.5e12
     link: float = 350e9
     latency_s: float = 5e-6
+    further_copy_s: float = 2.3e-6
     word_s: float = 1e-6
     nccl_sms: int = 16
 
@@ -59,9 +61,9 @@ class Gpu:
         """Duration of an elementwise kernel or a local copy that reads and writes `num_bytes`."""
         return self.latency_s + num_bytes / self.memory
 
-    def message_s(self, num_bytes: int) -> float:
-        """Duration of a message or of a copy to a peer."""
-        return self.latency_s + num_bytes / self.link
+    def message_s(self, num_bytes: int, num_copies: int = 1) -> float:
+        """Duration of a message, or of a batch of copies to or from peers."""
+        return self.latency_s + (num_copies - 1) * self.further_copy_s + num_bytes / self.link
 
 
 class Work(TorchDispatchMode):
@@ -104,7 +106,8 @@ def makespan(ranks: Sequence[Recorder], gpu: Gpu, *, connections: int | None = N
 class _Clock:
     """The state of all ranks at one time.
 
-    A message on NCCL needs its sender and its receiver, and moves its bytes from the moment at which both have started.
+    A message on NCCL needs its sender and its receiver. Messages of a call share the link, and move their bytes when
+    all of these have started.
     A copy needs no receiver. Copies share the link of their source and that of their target.
     """
 
@@ -120,7 +123,8 @@ class _Clock:
         self._message_bytes: dict[MessageKey, int] = {}
         self._left: dict[int, float] = {}  # remaining seconds of running work, by identity
         self._busy_sms: Counter[int] = Counter()
-        self._copies: Counter[tuple[str, int]] = Counter()  # running copies by end of a link or memory, and rank
+        # How much of each end of a link, or of a memory, the running copies would use alone; by end and rank.
+        self._copies: Counter[tuple[str, int]] = Counter()
 
     def run(self) -> float:
         """Return the time at which no operation is left."""
@@ -182,29 +186,29 @@ class _Clock:
     def _occupy(self, op: Op, rank: int, change: int) -> None:
         self._busy_sms[rank] += change * self._gpu.nccl_sms * (op.kind == "messages")
         if op.kind == "copy":
-            self._copies.update(dict.fromkeys(self._ends(op, rank), change))
+            self._copies.update({end: change * share for end, share in self._ends(op).items()})
 
     @staticmethod
-    def _ends(copy: Op, rank: int) -> tuple[tuple[str, int], ...]:
-        """What a copy shares with other copies."""
-        if copy.label == rank:
-            return (("memory", rank),)
-        of, to = (copy.label[1], rank) if isinstance(copy.label, tuple) else (rank, copy.label)
-        return (("out", of), ("in", to))
+    def _ends(copy: Op) -> dict[tuple[str, int], float]:
+        """What a batch of copies shares with others, and how much of it the batch would use alone."""
+        ends = defaultdict[tuple[str, int], float](float)
+        for (of, to), num_bytes in copy.label.items():
+            for end in (("memory", of),) if of == to else (("out", of), ("in", to)):
+                ends[end] += num_bytes / copy.label.total()
+        return ends
 
     def _end(self, op: Op) -> float:
         """Time at which a started operation ends if nothing changes."""
         if op.kind != "messages":
             return self._now + self._left[id(op)] / self._speed(op)
-        both = [
-            max(self._message_starts.get(("send", each), inf), self._message_starts.get(("recv", each), inf))
-            + self._gpu.message_s(op.tensors[each].nbytes)
-            for each in (*op.sends, *op.recvs)
-        ]
-        return max(both, default=self._now)
+        if not op.tensors:
+            return self._now
+        ends = [self._message_starts.get((end, each), inf) for each in op.tensors for end in ("send", "recv")]
+        sent, received = (sum(op.tensors[each].nbytes for each in some) for some in (op.sends, op.recvs))
+        return max(ends) + self._gpu.message_s(max(sent, received))
 
     def _speed(self, op: Op) -> float:
         rank = self._rank_of[id(op)]
         if op.kind == "copy":
-            return 1 / max(self._copies[end] for end in self._ends(op, rank))
+            return 1 / max(1.0, *(self._copies[end] for end in self._ends(op)))
         return 1 - self._busy_sms[rank] / self._gpu.num_sms if op.uses_sms else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +66,11 @@ def test_an_error_of_the_driver_names_no_peer(monkeypatch: pytest.MonkeyPatch) -
     """While the host enqueues a step, the device waits for a message of an earlier operation."""
     transport = CopyTransport(RecordedBackend(0, 2, {}, "cuda"))
 
-    def fail(queue: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+    def fail(queue: Any, prepared: object, tensors: Sequence[torch.Tensor]) -> None:
         transport.waits._words[Waits.COMPUTING] = next(iter(transport.waits._by_number))
         raise TransportError("cuMemcpyAsync: CUDA driver error 2")
 
-    monkeypatch.setattr(RecordedQueue, "copy", fail)
+    monkeypatch.setattr(RecordedQueue, "copy_all", fail)
     text = "all_gather_linear: rank 0 could not enqueue its messages: cuMemcpyAsync: CUDA driver error 2"
     with pytest.raises(TransportError, match=f"^{text}$") as caught:
         all_gather_linear(torch.ones(4, 64), torch.ones(64, 64), group=transport, plan=LinearPlan(pattern="direct"))

@@ -30,11 +30,14 @@ from tests.comm.copy_protocol import RecordedBackend
 class Driver:
     """Records the calls of the driver of one stream, and writes the words of copies."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, writes_reach_peers: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, writes_reach_peers: bool = False, has_batches: bool = True
+    ) -> None:
         self.calls: list[Any] = []
-        self.sources = torch.tensor([1, 0], dtype=torch.int32)
+        self.sources = torch.tensor([1, 0, 0, 0], dtype=torch.int32)
         monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
         monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
+        monkeypatch.setattr(cuda, "_batch_function", lambda: self.copy_batch if has_batches else None)
         monkeypatch.setattr(cuda, "_writes_reach_peers", lambda: writes_reach_peers)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
@@ -57,6 +60,10 @@ class Driver:
         self.calls.append(("wait", address, value, stream))
         return 0
 
+    def copy_batch(self, to: Any, source: Any, num_bytes: Any, stream: int) -> int:
+        self.calls.append(("batch", [*zip(to, source, num_bytes, strict=True)], stream))
+        return 0
+
     def batch(self, stream: int, count: int, ops: Any, flags: int) -> int:
         assert count == len(ops)
         self.calls.append([(op.operation, op.address, op.value) for op in ops])
@@ -68,13 +75,73 @@ def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatc
     driver.queue.write(words, 3, 41)
     driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=True) for position in (2, 6)]))
     driver.queue.write(words, 3, 42)
-    at = words.data_ptr()
+    at, one = words.data_ptr(), driver.sources.data_ptr()
     assert driver.calls == [
         ("copy", at + 12, 4, 41, 17),
-        ("copy", at + 8, 4, 1, 17),
-        ("copy", at + 24, 4, 1, 17),
+        ("batch", [(at + 8, one, 4), (at + 24, one, 4)], 17),
         ("copy", at + 12, 4, 42, 17),
     ]
+
+
+@pytest.mark.parametrize(("captured", "has_batches"), [(False, True), (True, True), (False, False)])
+def test_a_stream_copies_together(monkeypatch: pytest.MonkeyPatch, captured: bool, has_batches: bool) -> None:
+    """One call of the driver, unless it has none or a CUDA graph captures it."""
+    driver = Driver(monkeypatch, has_batches=has_batches)
+    a, b, c = (driver.sources[number:] for number in range(3))
+    prepared = driver.queue.prepare_copies([(a[:2], None), (None, b[:2]), (c[:1], b[:1])], captured=captured)
+    flags = driver.queue.prepare([FlagStep(a, position, sets=True) for position in (2, 3)], captured=captured)
+    for source, to in ((b[:2], c[:2]), (c[:2], a[:2])):
+        driver.calls.clear()
+        driver.queue.copy_all(prepared, [source, to])
+        driver.queue.run(flags)
+        rows = [(a, source, 8), (to, b, 8), (c, b, 4), (a[2:], a, 4), (a[3:], a, 4)]
+        copies = [(to.data_ptr(), source.data_ptr(), num_bytes) for to, source, num_bytes in rows]
+        if captured or not has_batches:
+            assert [(kind, to, num_bytes) for kind, to, num_bytes, _, _ in driver.calls] == [
+                ("copy", to, num_bytes) for to, _, num_bytes in copies
+            ]
+        else:
+            assert driver.calls == [("batch", copies[:3], 17), ("batch", copies[3:], 17)]
+
+
+def test_the_default_stream_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    queue, words = cuda.StreamQueue(None), driver.sources
+    queue.run(queue.prepare([FlagStep(words, position, sets=True) for position in (2, 3)]))
+    assert [call[0] for call in driver.calls] == ["copy", "copy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "num_arguments"),
+    [("cuMemcpyBatchAsync_v2", 0, 8), ("cuMemcpyBatchAsync", 0, 9), ("cuMemcpyBatchAsync_v2", 801, 8), ("", 0, 0)],
+)
+def test_which_drivers_have_batches(
+    monkeypatch: pytest.MonkeyPatch, name: str, status: int, num_arguments: int
+) -> None:
+    """Since CUDA 12.8; since 13.0 without an argument for the copy that failed. It must also run."""
+    found: list[Any] = []
+
+    def copy_batch(*arguments: Any) -> int:
+        found.append(arguments)
+        return status
+
+    words = torch.tensor([1, 0, 0, 0], dtype=torch.int32)
+    monkeypatch.setattr(cuda, "_source_words", lambda: words)
+    stream = SimpleNamespace(cuda_stream=17, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda library: SimpleNamespace(**({name: copy_batch} if name else {})))
+    function = cuda._batch_function.__wrapped__()
+    assert (function is not None) == bool(name and not status)
+    if not name:
+        return
+    ((to, source, num_bytes, count, attributes, first, num_attributes, *_, handle),) = found
+    at = words.data_ptr()
+    assert [*to, *source, *num_bytes] == [at + 8, at + 12, at, at + 4, 4, 4]
+    assert (count.value, first._obj.value, num_attributes.value, handle.value) == (2, 0, 1, 17)
+    assert (attributes._obj.order, *attributes._obj.hints, attributes._obj.flags) == (1, 0, 0, 0, 0, 1)
+    assert len(found[0]) == num_arguments
 
 
 def test_a_stream_writes_words_of_peers_where_the_driver_can(monkeypatch: pytest.MonkeyPatch) -> None:

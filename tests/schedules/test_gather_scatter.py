@@ -224,6 +224,23 @@ def test_invalid_arguments_name_the_argument(field: str, call: object) -> None:
         call()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, [[0], [1], [2], [3], [4], [5], [6]]),
+        ({"slices_per_gemm": 2}, [[0], [1, 2], [3, 4], [5, 6]]),
+        ({"slices_per_gemm": 4}, [[0], [1, 2], [3, 4, 5, 6]]),
+        ({"pattern": "serial"}, [[0, 1, 2, 3, 4, 5, 6]]),
+        ({"pattern": "ring"}, [[0], [1], [2], [3], [4], [5], [6]]),
+    ],
+)
+@pytest.mark.parametrize("collective", BUILDERS)
+def test_messages_of_one_gemm_are_one_call(collective: str, options: dict[str, Any], calls: list[list[int]]) -> None:
+    for plan in plans(collective, 8, split="edge", **options):
+        numbers = [message.call for message in plan.messages]
+        assert [[k for k, each in enumerate(numbers) if each == number] for number in sorted({*numbers})] == calls
+
+
 def test_describe_lists_all_work_and_messages() -> None:
     text = describe(reduce_scatter_plan(2, 0, chunks_per_rank=2, pattern="ring"))
     assert text.splitlines() == [

@@ -42,8 +42,9 @@ def test_fixed_settings_leave_one() -> None:
 @pytest.mark.parametrize(
     ("ranks", "rows", "hidden", "exposed"),
     [
-        (8, 8192, 1, 1),
-        (8, 4096, 2, 1),
+        (8, 8200, 1, 1),
+        (8, 8192, 2, 1),
+        (8, 4096, 2, 2),
         (8, 2048, 4, 2),
         (8, 64, 4, 2),
         (4, 1024, 2, 2),

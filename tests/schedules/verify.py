@@ -70,6 +70,7 @@ def check(plans: Sequence[Plan]) -> Proof:
     Proved: every rank computes every chunk once (all-gather), or the owner of a chunk sums it once from every rank
     (reduce-scatter), and every rank receives every sum (all-reduce). No rank sends a chunk that it does not hold or an
     incomplete sum, or reads a chunk that is not received. No deadlock occurs. Every message that is sent is received.
+    All ranks put the same messages in one call.
 
     Args:
         plans: plan of rank 0, 1, ..., in order.
@@ -86,6 +87,16 @@ def check(plans: Sequence[Plan]) -> Proof:
         for k, (earlier, later) in enumerate(pairwise(plan.messages), start=1):
             if later.after_work < earlier.after_work:
                 raise ScheduleError(f"rank {index}, message {k}: may be sent before message {k - 1}, which precedes it")
+            if earlier.call is None or earlier.call != later.call:
+                continue
+            if (later.after_work, later.not_before, later.after_messages) != (
+                earlier.after_work,
+                earlier.not_before,
+                (),
+            ):
+                raise ScheduleError(f"rank {index}, message {k}: it is not ready with message {k - 1} of the same call")
+        if [message.call for message in plan.messages] != [message.call for message in plans[0].messages]:
+            raise ScheduleError(f"rank {index}: it has other calls than rank 0")
     gather = plans[0].collective == "all_gather"
     parts = range(plans[0].chunks_per_rank)
     ranks = [_Rank(plan) for plan in plans]

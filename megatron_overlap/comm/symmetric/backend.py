@@ -4,7 +4,7 @@
 Triton's interpreter, uses memory shared by the processes of one host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,11 +42,28 @@ class FlagStep(NamedTuple):
     note: Note | None = None
 
 
+type Copy = tuple[torch.Tensor | None, torch.Tensor | None]
+"""A target and a source. None stands for a tensor that each call gets."""
+
+
+def copies_of(copies: Iterable[Copy], tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the copies with `tensors` in place of each None, in order."""
+    given = iter(tensors)
+    for to, source in copies:
+        yield next(given) if to is None else to, next(given) if source is None else source
+
+
 class Queue(Protocol):
     """An ordered queue of work that runs concurrently with the caller: a CUDA stream or a thread."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy. Each tensor may be in the memory of a peer."""
+
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        """Return independent copies in the form that `copy_all` takes. `captured`: a CUDA graph captures them."""
+
+    def copy_all(self, prepared: object, tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueue prepared copies, which may run at once. `tensors` take the place of each None, in order."""
 
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         """Enqueue `words[index] = value`. All ranks see it after all earlier work of this queue."""
@@ -54,8 +71,8 @@ class Queue(Protocol):
     def wait(self, words: torch.Tensor, index: int, value: int) -> None:
         """Block later work of this queue until `words[index] >= value`. `words` is memory of this rank."""
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
-        """Return `steps` in the form that `run` takes, as often as needed."""
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
+        """Return `steps` in the form that `run` takes, as often as needed. `captured`: a CUDA graph captures them."""
 
     def run(self, prepared: object) -> None:
         """Enqueue prepared steps. All ranks see a flag after all earlier work of this queue."""

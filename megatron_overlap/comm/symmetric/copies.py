@@ -10,7 +10,7 @@ of the receiver waits. Or the sender sets a flag, and the receiver copies from a
 (`Transfer.reads`). All flags are those of the buffer (`heap`): one operation at a time uses a buffer.
 
 A rank has one queue of sends and one of receives beside its computing queue. Each runs messages in the order of the
-plan, so that each uses the whole link.
+plan, so that each uses the whole link. Messages that the plan puts in one call are one batch of copies for the driver.
 
 A device may run several queues in one hardware queue, in the order of their calls. Every wait is for a step that a peer
 enqueues at an earlier point of the program, so this order has no deadlock.
@@ -37,9 +37,7 @@ from megatron_overlap.comm.symmetric.copy_steps import (
     COPY,
     COPY_OWN,
     MARK,
-    READ_OWN,
     RUN,
-    SEND_OWN,
     Call,
     CopyMessage,
     CopyMessages,
@@ -119,7 +117,6 @@ class CopyTransport:
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         free = list[FlagStep]()
         awaited = list[tuple[CopyMessage, list[FlagStep]]]()
-        announced = dict[int, list[tuple[CopyMessage, FlagStep]]]()  # by the work before the rows that peers read
         for index, transfer in enumerate(transfers):
             plan = transfer.message
             sends = transfer.send.numel() > 0
@@ -132,9 +129,9 @@ class CopyTransport:
             buffer = self._buffer_of(transfer, index, op)
             words, to, source = buffer.words, (plan.to, id(buffer)), (plan.source, id(buffer))
             sent = FlagStep(words[plan.to], buffer.flag(self.rank, num_sent[to]), sets=True)
-            if sends and transfer.reads is not None:
-                announced.setdefault(plan.after_work, []).append((message, sent))
-            elif sends:
+            if sends:
+                message.sent = [sent]
+            if sends and transfer.reads is None:
                 assert transfer.lands is not None
                 places = (transfer.lands, *transfer.extra_lands)
                 lands = [_at(buffer.data[plan.to], place) for place in places]
@@ -147,7 +144,6 @@ class CopyTransport:
                     wait = Wait(op, index, plan, "its buffer is not free")
                     note = self.waits.note(Waits.SENDING, wait, repeats=repeats)
                     awaited.append((message, [FlagStep(words[self.rank], buffer.free(plan.to), False, note)]))
-                message.sent = [sent]
             num_sent[to] += sends
             if transfer.recv.numel():
                 flag = buffer.flag(plan.source, num_received[source])
@@ -172,11 +168,6 @@ class CopyTransport:
             awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
         for message, steps in awaited:
             message.free = steps
-        for (message, step), *others in announced.values():
-            # The first copy need not wait for the flags of the others.
-            message.sent = [step]
-            if others:
-                others[0][0].sent = [step for _, step in others]
         messages.buffers_are_free = free
         messages.marks = sorted(set(messages.marks))
         if own is not None:
@@ -272,16 +263,12 @@ class CopyP2PWork:
             for kind, do, a, b in steps:
                 if kind == RUN:
                     do(a)
-                elif kind == SEND_OWN:
-                    do(a, own_rows[b])
+                elif kind == COPY:
+                    do(a, [own_rows[rows] for rows in b])
                 elif kind == AFTER:
                     do(positions[a])
                 elif kind == MARK:
                     positions.append(do())
-                elif kind == COPY:
-                    do(a, b)
-                elif kind == READ_OWN:
-                    do(own_rows[a], b)
                 else:
                     assert kind == COPY_OWN
                     do(self._into, self._own)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
-from megatron_overlap.schedules.plan import Message
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, Queue
+from megatron_overlap.schedules.plan import Message, end_of_call
 
 
 @dataclass(slots=True)
@@ -26,8 +26,7 @@ class CopyMessage:
         copies: tensors of the receiver and what they get, of a message without own rows.
         free: waits until the buffer of the receiver is free, or those of all receivers; empty if an earlier message of
             the operation does.
-        sent: sets the flag of the receiver; empty if this rank sends no bytes. Of messages that receivers copy, the
-            second sets the flags of all later ones after the same work.
+        sent: sets the flag of the receiver; empty if this rank sends no bytes.
         flag: the wait of the computing queue for the flag; None if this rank receives no bytes, or copies them itself.
         reads: where this rank copies from, at the sender.
         arrived: waits for the flag before that copy.
@@ -92,14 +91,14 @@ class Queues(NamedTuple):
 Call = int | tuple[int, ...] | None
 """A call of a `P2PWork`: the work done of `mark_ready`, the messages of `wait`, or None for `wait_all`."""
 
-RUN, COPY, SEND_OWN, READ_OWN, COPY_OWN, MARK, AFTER = range(7)
+RUN, COPY, COPY_OWN, MARK, AFTER = range(5)
 
 Step = tuple[int, Callable[..., Any], Any, Any]
 """What a call enqueues: a kind, a function of a queue, and `a` and `b`.
 
 - `RUN`: the prepared steps on flags `a`.
-- `COPY`: a copy to `a` from `b`. `COPY_OWN`: of all own rows to `Exchange.into`.
-- `SEND_OWN`: a copy to `a` from the own rows `b`, a start and stop. `READ_OWN`: to the own rows `a` from `b`.
+- `COPY`: the prepared copies `a`. `b`: starts and stops of the own rows from or to which they copy.
+- `COPY_OWN`: a copy of all own rows to `Exchange.into`.
 - `MARK`: the position of the queue, which gets the next number. `AFTER`: orders the queue after position `a`.
 """
 
@@ -148,7 +147,8 @@ class State:
         else:
             after._wait(call, queues)
         steps = [
-            (RUN, each[1].run, each[1].prepare(each[2]), None) if each[0] == RUN else each for each in after._steps
+            (RUN, each[1].run, each[1].prepare(each[2], captured=self._captured), None) if each[0] == RUN else each
+            for each in after._steps
         ]
         if self._repeats:
             self.then[call] = steps, after
@@ -158,6 +158,9 @@ class State:
         if self._steps and self._steps[-1][0] == RUN and self._steps[-1][1] is queue:
             flags = self._steps.pop()[2] + flags
         self._steps.append((RUN, queue, flags, None))
+
+    def _copy(self, queue: Queue, copies: list[Copy], own_rows: list[tuple[int, int]]) -> None:
+        self._steps.append((COPY, queue.copy_all, queue.prepare_copies(copies, captured=self._captured), own_rows))
 
     def _mark(self, queue: Queue) -> int:
         """Add a step that notes the position of a queue; return the number of the position."""
@@ -197,10 +200,8 @@ class State:
         self._send_placed(work_done, work_done, queues)
 
     def _send_placed(self, enqueued: int, done: int, queues: Queues) -> None:
-        messages = self.messages.all
-        while self._num_sent < len(messages):
-            message = messages[self._num_sent]
-            if message.after_work > done or message.not_before > enqueued or not self._may_send():
+        while call := self._next_call():
+            if any(each.after_work > done or each.not_before > enqueued for each in call) or not self._may_send():
                 return
             self._send_next(queues)
 
@@ -209,33 +210,43 @@ class State:
         while self._num_sent < stop and self._may_send():
             self._send_next(queues)
 
+    def _next_call(self) -> list[CopyMessage]:
+        """The messages of the next call."""
+        messages, first = self.messages.all, self._num_sent
+        return messages[first : end_of_call([each.plan for each in messages], first)]
+
     def _may_send(self) -> bool:
-        message = self.messages.all[self._num_sent]
-        forwarded = message.plan.after_messages
-        return message.after_work <= self._work_done and all(self._received[each] for each in forwarded)
+        return all(
+            each.after_work <= self._work_done and all(self._received[other] for other in each.plan.after_messages)
+            for each in self._next_call()
+        )
 
     def _send_next(self, queues: Queues) -> None:
-        message, (computing, sending, receiving) = self.messages.all[self._num_sent], queues
-        self._num_sent += 1
-        if message.sent:
-            if message.free:
-                self._run(sending, message.free)
-            # After the work that produces it.
-            forwards = bool(message.plan.after_messages)
-            position = self._mark(computing) if forwards else self._marks[message.after_work]
+        call, (computing, sending, receiving) = self._next_call(), queues
+        self._num_sent += len(call)
+        sends, reads = [each for each in call if each.sent], [each for each in call if each.reads is not None]
+        if sends:
+            free = [step for each in sends for step in each.free]
+            if free:
+                self._run(sending, free)
+            # After the work that produces them.
+            forwards = any(each.plan.after_messages for each in sends)
+            position = self._mark(computing) if forwards else self._marks[max(each.after_work for each in sends)]
             if position != self._sends_after:
                 self._after(sending, position)
                 self._sends_after = position
-            if message.lands is not None and message.own_rows is not None:
-                self._steps.append((SEND_OWN, sending.copy, message.lands, message.own_rows))
-            for lands, send in message.copies:
-                self._steps.append((COPY, sending.copy, lands, send))
-            self._run(sending, message.sent)
-        if message.reads is not None:
+            of_own = [each for each in sends if each.lands is not None]
+            copies: list[Copy] = [(each.lands, None) for each in of_own]
+            copies += [copy for each in sends for copy in each.copies]
+            if copies:
+                self._copy(sending, copies, [each.own_rows for each in of_own if each.own_rows is not None])
+            self._run(sending, [step for each in sends for step in each.sent])
+        if reads:
             if self._captured:
                 self._after(receiving, self._mark(sending))
-            self._run(receiving, message.arrived)
-            self._steps.append((READ_OWN, receiving.copy, message.own_rows, message.reads))
+            self._run(receiving, [step for each in reads for step in each.arrived])
+            own_rows = [each.own_rows for each in reads if each.own_rows is not None]
+            self._copy(receiving, [(None, each.reads) for each in reads], own_rows)
         if self._num_sent == len(self.messages.all) and self._sends_after is not None:
             self._sent = self._mark(sending)
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from itertools import batched, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.host_group import HostGroup, cause_of, store_beside, timeout_of
-from megatron_overlap.comm.symmetric.backend import FlagStep, Queue
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, Queue, copies_of
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transport, TransportError, TransportOptions
@@ -120,8 +120,10 @@ def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> s
     opened.append(backend)
     words = [arena.view(torch.int32) for arena in backend.map(4 * _TRIAL_WORDS)]
     peers, copying, flags = range(backend.size), backend.copying, backend.size
-    for peer in peers:
-        copying.write(words[peer], backend.rank, backend.rank + 1)
+    number = torch.tensor([backend.rank + 1], dtype=torch.int32, device=words[0].device)
+    torch.cuda.current_stream().synchronize()  # the copies are on another stream
+    own = [(words[peer][backend.rank : backend.rank + 1], number) for peer in peers]
+    copying.copy_all(copying.prepare_copies(own), [])
     backend.barrier()
     for peer in peers:
         copying.wait(words[backend.rank], peer, peer + 1)
@@ -145,6 +147,67 @@ def _driver_functions() -> tuple[Callable[..., int], ...]:
     write.argtypes = wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
     batch.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint
     return copy, write, wait, batch
+
+
+class _CopyAttributes(ctypes.Structure):
+    """`CUmemcpyAttributes` of the CUDA driver. Hints of locations are for managed memory."""
+
+    _fields_ = (("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1  # CUmemcpySrcAccessOrder, CUmemcpyFlags
+
+
+@lru_cache
+def _batch_function() -> Callable[..., int] | None:
+    """The call of the driver that enqueues several copies on a stream, which has run once; None if it has none.
+
+    CUDA has it since 12.8. Since 13.0 it has no argument for the number of the copy that failed.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    attributes, first = _CopyAttributes(order=_STREAM_ORDER, flags=_BESIDE_COMPUTATION), ctypes.c_size_t(0)
+    of_all: tuple[object, ...] = (ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1))
+    function = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+    if function is None:
+        function, failed = getattr(driver, "cuMemcpyBatchAsync", None), ctypes.c_size_t()
+        of_all += (ctypes.byref(failed),)
+    if function is None:
+        return None
+
+    def batch(to: Any, source: Any, num_bytes: Any, stream: int) -> int:
+        count = ctypes.c_size_t(len(to))
+        return int(function(to, source, num_bytes, count, *of_all, ctypes.c_void_p(stream)))
+
+    words = _source_words()
+    stream, first_word = torch.cuda.Stream(), words.data_ptr()
+    source, to = _addresses([first_word, first_word + 4]), _addresses([first_word + 8, first_word + 12])
+    status = batch(to, source, _sizes([4, 4]), stream.cuda_stream)
+    stream.synchronize()
+    return None if status else batch
+
+
+def _addresses(values: Sequence[int]) -> Any:
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def _sizes(values: Sequence[int]) -> Any:
+    return (ctypes.c_size_t * len(values))(*values)
+
+
+class _Batch(NamedTuple):
+    """Copies for one call of the driver.
+
+    Attributes:
+        to, source, num_bytes: arrays.
+        gaps: where each call puts the address of a tensor: an array and an index.
+        tensors: live as long as this.
+    """
+
+    to: Any
+    source: Any
+    num_bytes: Any
+    gaps: Sequence[tuple[Any, int]] = ()
+    tensors: object = None
 
 
 @lru_cache
@@ -191,6 +254,8 @@ class StreamQueue:
         # The streams of earlier calls, by handle.
         self._used = {} if stream is None else {stream.cuda_stream: stream}
         self._copy, self._write, self._wait, self._batch = _driver_functions()
+        # The driver refuses batches on the default stream.
+        self._copy_batch = None if stream is None else _batch_function()
         self._copies_words = not _writes_reach_peers()
         self._sources = _source_words()
         self._one, self._value = self._sources.data_ptr(), self._sources.data_ptr() + 4
@@ -217,6 +282,32 @@ class StreamQueue:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         _check("cuMemcpyAsync", self._copy(to.data_ptr(), source.data_ptr(), source.nbytes, self._raw_stream()))
 
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        # A CUDA graph has no batches.
+        if len(copies) == 1 or captured or self._copy_batch is None:
+            return copies
+        arrays = to, source = [
+            _addresses([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+            for tensors in zip(*copies, strict=True)
+        ]
+        num_bytes = [next(tensor.nbytes for tensor in copy if tensor is not None) for copy in copies]
+        gaps = [(arrays[side], index) for index, copy in enumerate(copies) for side in (0, 1) if copy[side] is None]
+        return _Batch(to, source, _sizes(num_bytes), gaps, copies)
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if not isinstance(prepared, _Batch):
+            for to, source in copies_of(prepared, tensors):
+                self.copy(to, source)
+            return
+        for (column, index), tensor in zip(prepared.gaps, tensors, strict=True):
+            column[index] = tensor.data_ptr()
+        self._enqueue(prepared)
+
+    def _enqueue(self, batch: _Batch) -> None:
+        assert self._copy_batch is not None
+        status = self._copy_batch(batch.to, batch.source, batch.num_bytes, self._raw_stream())
+        _check("cuMemcpyBatchAsync", status)
+
     def write(self, words: torch.Tensor, index: int, value: int) -> None:
         stream, address = self._raw_stream(), words.data_ptr() + 4 * index
         # Flags 0: the write follows all earlier work of the stream, also for readers on other devices.
@@ -230,11 +321,15 @@ class StreamQueue:
         status = self._wait(self._raw_stream(), words.data_ptr() + 4 * index, value, 0)
         _check("cuStreamWaitValue32", status)
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         calls: list[object] = []
         for copies, group in groupby(steps, key=lambda step: step.sets and self._copies_words):
             if copies:
-                calls += [step.words.data_ptr() + 4 * step.position for step in group]
+                to = [step.words.data_ptr() + 4 * step.position for step in group]
+                if len(to) == 1 or captured or self._copy_batch is None:
+                    calls += to
+                else:
+                    calls.append(_Batch(_addresses(to), _addresses([self._one] * len(to)), _sizes([4] * len(to))))
             else:
                 ops = (op for step in group for op in _ops(step))
                 calls += [(MemOp * len(some))(*some) for some in batched(ops, _MAX_OPS)]
@@ -246,6 +341,8 @@ class StreamQueue:
         for call in prepared:
             if isinstance(call, int):
                 _check("cuMemcpyAsync", self._copy(call, self._one, 4, stream))
+            elif isinstance(call, _Batch):
+                self._enqueue(call)
             else:
                 _check("cuStreamBatchMemOp", self._batch(stream, len(call), call, 0))
 
@@ -258,8 +355,8 @@ class StreamQueue:
 
 
 def _source_words() -> torch.Tensor:
-    """Two words of device memory, from which a queue writes to peers: 1, and any value."""
-    words = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
+    """Words of device memory: two from which a queue writes to peers, 1 and any value, and two for a trial."""
+    words = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device="cuda")
     torch.cuda.current_stream().synchronize()  # other streams read them
     return words
 

@@ -15,7 +15,7 @@ from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops.call import repeated
 from megatron_overlap.ops.tensor_parallel.pipelined import GemmInto, WorkRows
 from megatron_overlap.ops.wgrad import Piece, add_terms, add_wide
-from megatron_overlap.schedules import Chunk, ChunkLayout, PartLayout, Plan
+from megatron_overlap.schedules import Chunk, ChunkLayout, Message, PartLayout, Plan
 
 
 class _ScatteredRows(WorkRows):
@@ -23,9 +23,9 @@ class _ScatteredRows(WorkRows):
 
     Attributes:
         of_partial: by work of the plan.
-        terms: received rows by source, `[R - 1, own rows, F]`, unless of a ring: all, those before the last source,
-            and those of the last source.
-        first_messages: those before the last source.
+        terms: received rows by source, `[R - 1, own rows, F]`, unless of a ring: all, those before the last call of
+            messages, and those of the last call.
+        first_messages: those before the last call.
         received: by message.
     """
 
@@ -39,8 +39,9 @@ class _ScatteredRows(WorkRows):
         lengths = [layout.num_chunk_rows(message.recv) for message in plan.messages]
         of_this_rank = terms[: sum(lengths)]
         every = of_this_rank.unflatten(0, (plan.num_ranks - 1, -1)) if by_source else of_this_rank
-        self.terms = every, every[:-1], every[-1:]
-        self.first_messages = range(len(plan.messages) - plan.chunks_per_rank)
+        num_first = _num_before_last_call(plan.messages) // plan.chunks_per_rank
+        self.terms = every, every[:num_first], every[num_first:]
+        self.first_messages = range(num_first * plan.chunks_per_rank)
         self.received = of_this_rank.split(lengths)
         num_sent = 0
         transfers: list[Transfer] = []
@@ -53,14 +54,19 @@ class _ScatteredRows(WorkRows):
                 first = before * layout.shard_rows(message.to) + layout.rows_in_shard(message.send)[0]
             num_sent += stop - start
             if hidden and plan.pattern != "ring":
-                # The GEMM of the own rows hides the first one.
-                message = replace(message, not_before=len(plan.work) - (not transfers))
+                # The GEMM of the own rows hides the first call.
+                message = replace(message, not_before=len(plan.work) - (message.call == plan.messages[0].call))
             lands = terms[first : first + stop - start]
             transfers.append(Transfer(message, partial[start:stop], received, lands=lands))
         self._transfers = transfers
 
     def build(self, own: torch.Tensor | None) -> list[Transfer]:
         return self._transfers
+
+
+def _num_before_last_call(messages: Sequence[Message]) -> int:
+    """How many messages of a plan are in earlier calls than the last one."""
+    return sum(message.call != messages[-1].call for message in messages)
 
 
 class PipelinedReduceScatter:
@@ -73,8 +79,8 @@ class PipelinedReduceScatter:
         op: name in error messages.
         work_follows: the caller enqueues further work before `finish`. On CUDA the messages are enqueued after it, and
             the GEMMs here hide the messages of another operation.
-        add_early: the messages take longer than the GEMMs. On a device all terms but the last are added before it
-            arrives: a second kernel, but less time after the last message.
+        add_early: the messages take longer than the GEMMs. On a device all terms but those of the last call of messages
+            are added before it arrives: a second kernel, but less time after the last message.
         tree: add in the fixed tree, see `tree_sum`; not for a ring.
 
     Attributes:
@@ -206,7 +212,7 @@ class PipelinedReduceScatter:
         """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
         own = out = self.out
         terms, first_terms, last_term = self.rows.terms
-        if self._add_early and self._plan.num_ranks > 2:
+        if self._add_early and self.rows.first_messages:
             self._p2p_work.wait(*self.rows.first_messages)
             own = self._buffer_pool.take("sum", out.shape, out, dtype=torch.float32)
             add_terms(first_terms, out, own)
@@ -263,8 +269,8 @@ class _SummedRows(WorkRows):
 
     Attributes:
         received: partial sums by message.
-        terms_of: those of each own chunk by their first message, where they are contiguous: all `[R - 1, rows, F]`, and
-            those before the last one and the last one.
+        terms_of: those of each own chunk by their first message, where they are contiguous: all `[R - 1, rows, F]`,
+            those before the last call of messages, and those of the last call.
         num_gemms: work of the plan up to the last GEMM.
         has_gemm_of_each_chunk: no GEMM computes several chunks.
         gathers: the messages that receive sums.
@@ -280,7 +286,7 @@ class _SummedRows(WorkRows):
         self.num_gemms = 1 + max(index for index, work in enumerate(plan.work) if work.chunks)
         self.has_gemm_of_each_chunk = all(len(work.chunks) <= 1 for work in plan.work)
         self._lands: dict[int, torch.Tensor] = {}
-        first = 0
+        first, partial_sums = 0, [each for each in plan.messages if each.recv.owner == plan.rank]
         for k, message in enumerate(plan.messages):
             if message.recv.owner != plan.rank:
                 continue
@@ -288,7 +294,8 @@ class _SummedRows(WorkRows):
             if len(self.received) % (plan.num_ranks - 1) == 0 and num_rows == longest:
                 of_chunk = terms[first : first + (plan.num_ranks - 1) * longest]
                 of_chunk = of_chunk.unflatten(0, (plan.num_ranks - 1, longest))
-                self.terms_of[k] = of_chunk, of_chunk[:-1], of_chunk[-1:]
+                num_first = _num_before_last_call(partial_sums[len(self.received) :][: plan.num_ranks - 1])
+                self.terms_of[k] = of_chunk, of_chunk[:num_first], of_chunk[num_first:]
             # On all ranks it begins at the same row.
             self.received[k] = terms[first : first + num_rows]
             self._lands[k] = terms[first : first + layout.num_chunk_rows(message.send)]
@@ -438,8 +445,8 @@ class PipelinedAllReduce:
         if self._on_device and terms_of is not None and not self._tree:
             every, first_terms, last_term = terms_of
             total = own
-            if early and len(adds) > 1:
-                self._p2p_work.wait(*adds[:-1])
+            if early and len(first_terms):
+                self._p2p_work.wait(*adds[: len(first_terms)])
                 total = self._buffer_pool.take("sum", own.shape, own, dtype=torch.float32)
                 add_terms(first_terms, own, total)
                 every = last_term

@@ -16,7 +16,7 @@ _DONE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One message of a stream."""
+    """One message of a stream, or a call that carries several."""
 
     num_bytes: float
     after_work: int = 0  # number of works of the stream that precede it
@@ -26,6 +26,7 @@ class Transfer:
     queued_us: float = 0.0  # fixed time in the queue of sends, where no other message overlaps it
     mover: Mover | None = None  # what moves it; None: as in `run_streams`
     between_nodes: bool = False  # it is in the queue of messages between nodes
+    num_messages: int = 1
 
 
 @dataclass(slots=True)
@@ -228,5 +229,5 @@ def run_streams(
         sum(sizes),
         tuple(tuple(times[index] for index in sorted(times)) for times in simulation.arrived),
         0.0 if math.isinf(simulation.slack_us) else simulation.slack_us,
-        sum(size > 0 for size in sizes),
+        sum(message.num_messages for stream in streams for message in stream.messages if message.num_bytes > 0),
     )

@@ -137,7 +137,7 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
             return steps.send(Transfer(float(num_bytes), stretch=stretch))
         if mover == "copy":
             # Probabilities are copies too. The first copy to each peer waits until its buffer is free.
-            queued_us = model.queued_us(link, mover, 1 + (index < others)) + (dispatch != backward) * copy_us
+            queued_us = model.queued_us(link, mover, 1 + (index < others), 1 + (dispatch != backward))
         else:
             queued_us = model.queued_us(peer_link, mover)
         return steps.send(Transfer(float(num_bytes), 0, None, stretch, 0.0, queued_us, mover))

@@ -35,7 +35,7 @@ from megatron_overlap.autotune.search import MARGIN
 from megatron_overlap.schedules import ChunkLayout, Plan, all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.heuristics import SHALLOW_DEPTH, default_chunks, default_slices_per_gemm
-from megatron_overlap.schedules.plan import Pattern, Split
+from megatron_overlap.schedules.plan import Pattern, Split, end_of_call
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 
 Method = Literal["serial", "stock", "sliced", "userbuffers", "fused", "p2p", "compiled"]
@@ -325,15 +325,16 @@ class Linear:
 
         `wgrad`: then also the weight gradient, in two parts where `P2PGather` makes two.
         """
-        gathers, fused, chunks = plan.collective == "all_gather", self.overlap.method == "fused", plan.chunks_per_rank
+        gathers, fused, calls = plan.collective == "all_gather", self.overlap.method == "fused", self._calls(plan)
         width, layout, gemm_us = k if gathers else n, plan.layout(self.rows), self.model.gemm_us
-        sent = [len(stream.messages) + message for message in range(len(plan.messages))]
+        sent = [number for number, call in enumerate(calls, len(stream.messages)) for _ in call]
         # See `add_early` of `PipelinedReduceScatter`.
         shallow = not gathers and k <= SHALLOW_DEPTH
         early = shallow and self._queued and plan.pattern == "direct" and self.link.size > 2
 
         def add(received: Sequence[int]) -> None:
-            for added in (received[:-chunks], received[-chunks:]) if early else (received,):
+            num_last = max(plan.chunks_per_rank, len(calls[-1])) if early else 0
+            for added in (received[:-num_last], received[-num_last:]) if early else (received,):
                 if added:
                     rows = sum(layout.num_chunk_rows(plan.messages[message].recv) for message in added)
                     # Before an early sum most messages have arrived long ago.
@@ -361,11 +362,12 @@ class Linear:
                     early_wgrad, left = False, self.rows - num_rows
                 done.append(len(stream.work))
         # As `PipelinedReduceScatter` with `work_follows`.
-        num_first = 1 if before_sums is not None and plan.pattern != "ring" else len(sent)
+        num_first = 1 if before_sums is not None and plan.pattern != "ring" else len(calls)
         self._send_messages(stream, plan, width, done, stop=num_first)
         if before_sums is not None:
             next(before_sums)
-        sent[num_first:] = self._send_messages(stream, plan, width, done, start=num_first)
+        num_sent = sum(map(len, calls[:num_first]))
+        sent[num_sent:] = self._send_messages(stream, plan, width, done, start=num_first)
         for work in plan.work:
             if not work.chunks:
                 add(work.adds)
@@ -373,21 +375,33 @@ class Linear:
             own_rows_us = self._own_rows_us(k) if self._queued and left == self.rows else 0.0
             stream.compute(own_rows_us + gemm_us(self.out_features, self.in_features, left))
 
+    def _calls(self, plan: Plan) -> list[range]:
+        """The messages of each call, by number."""
+        calls, first = list[range](), 0
+        while first < len(plan.messages):
+            stop = end_of_call(plan.messages, first) if self._queued else first + 1
+            calls.append(range(first, stop))
+            first = stop
+        return calls
+
     def _send_messages(
         self, stream: Stream, plan: Plan, width: int, done: Sequence[int], start: int = 0, stop: int | None = None
     ) -> list[int]:
-        """Adds messages of a plan; returns their numbers. `done`: works of the stream by GEMMs of the plan."""
+        """Adds calls of a plan; returns that of each message. `done`: works of the stream by GEMMs of the plan."""
         layout, first, sent = plan.layout(self.rows), len(stream.messages), list[int]()
-        for index, message in list(enumerate(plan.messages))[start:stop]:
-            latency_us, queued_us = None, 0.0
+        for call in self._calls(plan)[start:stop]:
+            messages, latency_us, queued_us = [plan.messages[index] for index in call], None, 0.0
             if self._queued:
                 # The first copy to a peer also waits until its buffer is free.
-                is_first = all(message.to != other.to for other in plan.messages[:index])
-                latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, 1 + is_first)
-            after_message = first + message.after_messages[0] if message.after_messages else None
-            num_bytes = self._bytes(layout.num_chunk_rows(message.send), width)
-            transfer = Transfer(num_bytes, done[message.after_work], after_message, 1.0, latency_us, queued_us)
-            sent.append(stream.add(transfer))
+                waits = {message.to for message in messages} - {other.to for other in plan.messages[: call.start]}
+                num_flags = len(call) + len(waits)
+                latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, num_flags, len(call))
+            after = messages[0].after_messages
+            num_bytes = self._bytes(sum(layout.num_chunk_rows(message.send) for message in messages), width)
+            transfer = Transfer(num_bytes, done[messages[0].after_work], None, 1.0, latency_us, queued_us)
+            # With `after_messages` every message is a call.
+            transfer = replace(transfer, after_message=first + after[0] if after else None, num_messages=len(call))
+            sent += [stream.add(transfer)] * len(call)
         return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:

@@ -82,7 +82,8 @@ class _PartLayers(Layers):
         """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""
         link = self.tensor_link
         if kind == "all_gather" and self.gathers_by_copies:
-            return (self.job.tensor - 1) * self.model.queued_us(link, "copy")
+            others = self.job.tensor - 1
+            return self.model.queued_us(link, "copy", 2 * others, others)
         sent_us = (self.job.tensor - 1) * self.own_bytes / link.copy_rate
         return self.model.collective_us(kind, self.job.tensor * self.own_bytes, link) - sent_us
 
@@ -204,9 +205,10 @@ def _split_passes(job: Job, model: CostModel, split: Split) -> tuple[Pass, Pass]
         simulated = run_streams(schedule.parts, model, whole.tensor_link, order=schedule.order)
         gradients_us = whole.accumulated(job.layer_parameters() / job.tensor).time_us if backward else 0.0
         copies = all(part.gathers_by_copies for part in parts)
-        num_copies = job.tensor - 2 if copies else 0  # further ones of each all-gather
         num_gathers = sum(message.mover == "copy" for part in schedule.parts for message in part.messages)
-        enqueue_us = (simulated.num_messages + num_gathers * num_copies) * model.enqueue_us / count
+        # Each is one batch, and takes the host as long as a message and its further copies.
+        further_us = (job.tensor - 2) * whole.tensor_link.further_us if copies else 0.0
+        enqueue_us = (simulated.num_messages * model.enqueue_us + num_gathers * further_us) / count
         return Op(
             f"{split} parts{' grad' if backward else ''}",
             simulated.time_us / count + gradients_us,

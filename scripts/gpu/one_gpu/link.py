@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_overlap.comm.symmetric.backend import FlagStep
+from megatron_overlap.comm.symmetric.backend import Copy, FlagStep, copies_of
 from megatron_overlap.comm.symmetric.copies import CopyP2PWork, CopyTransport
 from megatron_overlap.comm.symmetric.copy_steps import AFTER, COPY, CopyMessages, Queues, State
 from megatron_overlap.comm.symmetric.heap import HeapPool
@@ -36,10 +36,14 @@ from one_gpu.shapes import Shape, overlap_figures, shapes
 class ImmediateQueue:
     """Of a dry run: everything happens at once."""
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        return copies
 
-    def prepare(self, steps: Sequence[FlagStep]) -> object:
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
+        for to, source in copies_of(prepared, tensors):
+            to.copy_(source)
+
+    def prepare(self, steps: Sequence[FlagStep], *, captured: bool = False) -> object:
         return tuple(steps)
 
     def run(self, prepared: Any) -> None:
@@ -140,14 +144,13 @@ class HostPeersTransport(CopyTransport):
         self.arriving.after(position)
         self.arrival_s += time.perf_counter() - start
 
-    def arrive(self, source: torch.Tensor, of_peer: tuple[torch.Tensor, object]) -> None:
-        """Enqueue the message of a peer. Its host does this, so the time is not that of this rank."""
+    def arrive(self, messages: list[tuple[torch.Tensor, torch.Tensor, object]], own_rows: object) -> None:
+        """Enqueue messages of peers. Their hosts do this, so the time is not that of this rank."""
         start = time.perf_counter()
-        into, sent = of_peer
-        count = into.numel() // self.share
-        with nullcontext() if source.device == into.device else torch.cuda.stream(self.arriving.stream):
-            into[:count].copy_(source[:count], non_blocking=True)
-        self.arriving.run(sent)
+        for source, into, sent in messages:
+            with nullcontext() if source.device == into.device else torch.cuda.stream(self.arriving.stream):
+                _share(into, self.share).copy_(_share(source, self.share), non_blocking=True)
+            self.arriving.run(sent)
         self.arrival_s += time.perf_counter() - start
 
 
@@ -170,11 +173,23 @@ class HostPeersState(State):
         self.freed, self._transport, self._of_peers = freed, transport, of_peers
 
     def _send_next(self, queues: Queues) -> None:
-        transport, number = self._transport, self._num_sent
-        message = self.messages.all[number].plan
-        self._steps.append((AFTER, transport.arrive_after, self._marks[message.after_work], None))
-        self._steps.append((COPY, transport.arrive, transport.sent_by(message).view(-1), self._of_peers[number]))
+        transport, first = self._transport, self._num_sent
+        messages = [message.plan for message in self._next_call()]
+        self._steps.append((AFTER, transport.arrive_after, self._marks[messages[0].after_work], None))
+        arriving = [
+            (transport.sent_by(message).view(-1), *self._of_peers[number])
+            for number, message in enumerate(messages, first)
+        ]
+        self._steps.append((COPY, transport.arrive, arriving, ()))
         super()._send_next(queues)
+
+
+SHARES = 8, 1
+"""Of each message, the first of so many parts is copied."""
+
+
+def _share(tensor: torch.Tensor, share: int) -> torch.Tensor:
+    return tensor.view(-1)[: tensor.numel() // share]
 
 
 class HostQueue:
@@ -183,11 +198,15 @@ class HostQueue:
     def __init__(self, queue: Any, transport: Any) -> None:
         self._queue, self._transport = queue, transport
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def prepare_copies(self, copies: Sequence[Copy], *, captured: bool = False) -> object:
+        def cut(share: int) -> list[Copy]:
+            return [tuple(None if each is None else _share(each, share) for each in copy) for copy in copies]  # type: ignore[misc]
+
+        return {share: self._queue.prepare_copies(cut(share)) for share in SHARES}
+
+    def copy_all(self, prepared: Any, tensors: Sequence[torch.Tensor]) -> None:
         share = self._transport.share
-        if share > 1:
-            to, source = (each.view(-1)[: source.numel() // share] for each in (to, source))
-        self._queue.copy(to, source)
+        self._queue.copy_all(prepared[share], [_share(tensor, share) for tensor in tensors])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -288,7 +307,7 @@ def link(dry: bool, deadline: float) -> Iterator[dict[str, Any]]:
         if time.perf_counter() > deadline:
             return
         problem = _Problem(shape, dry)
-        for share in (8, 1):
+        for share in SHARES:
             yield _row(problem, share)
         problem.transport.close()
         del problem

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from megatron_overlap.comm.symmetric.backend import Copy
 from megatron_overlap.comm.symmetric.cuda import StreamQueue
 from megatron_overlap.kernels.gemm_rs import add_terms
 from one_gpu.device import Gpu
@@ -147,6 +148,7 @@ def physics(dry: bool, deadline: float) -> Rows:
     yield asked.ask("loading a module beside a stream that waits for a word", pend, asked.load_module)
     yield _captured(asked)
     yield _host_costs(asked)
+    yield from _batches(asked)
     yield from _occupied(asked, deadline)
     yield _bandwidth(asked)
     yield from _sums(asked)
@@ -171,15 +173,43 @@ def _host_costs(asked: _Questions) -> dict[str, Any]:
     }
     event.record()
     asked.write()
-    found = {}
-    for name, call in calls.items():
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(200):
-            call()
-        found[name] = (time.perf_counter() - begun) / 200 * 1e6
+    return {"host_us": {name: _host_us(call) for name, call in calls.items()}}
+
+
+def _host_us(call: Callable[[], object], repeats: int = 200) -> float:
     torch.cuda.synchronize()
-    return {"host_us": found}
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    found = (time.perf_counter() - begun) / repeats * 1e6
+    torch.cuda.synchronize()
+    return found
+
+
+def _batches(asked: _Questions) -> Rows:
+    """Seven copies from the host, one by one and in one call of the driver, where it has such a call."""
+    queue = StreamQueue(asked.other)
+    for num_bytes in (4 << 10, 1 << 20):
+        copies: list[Copy] = [
+            (to, source)
+            for to, source in zip(asked.to.split(num_bytes)[:7], asked.pinned.split(num_bytes)[:7], strict=True)
+        ]
+        for what, calls in ("one by one", [[copy] for copy in copies]), ("in one call", [copies]):
+            prepared = [queue.prepare_copies(call) for call in calls]
+
+            def enqueue(prepared: list[object] = prepared) -> None:
+                for each in prepared:
+                    queue.copy_all(each, ())
+
+            with torch.cuda.stream(asked.other):
+                device_us = 1e3 * _event_ms(enqueue)
+            yield {
+                "copies": what,
+                "bytes_each": num_bytes,
+                "device_us": device_us,
+                "host_us": _host_us(enqueue),
+                "calls": len(prepared),
+            }
 
 
 def _captured(asked: _Questions) -> dict[str, Any]:

@@ -6,6 +6,7 @@ all messages of an operation enqueued before its first GEMM, and pipelines like 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,9 +27,8 @@ from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WgradTarget
 from megatron_overlap.schedules import gather_scatter
 from megatron_overlap.schedules.gather_scatter import Nodes
-from megatron_overlap.schedules.heuristics import default_slices_per_gemm
 from tests.comm.copy_engines import EngineBackend
-from tests.comm.device import NcclGroup, Recorder
+from tests.comm.device import NcclGroup, Op, Recorder
 from tests.comm.makespan import Gpu, Work, makespan
 
 RANKS = 8
@@ -157,20 +157,15 @@ def record(
     return devices
 
 
-def slices_per_gemm(case: Case, transport_name: str) -> int:
-    """Slices of the largest GEMM of a case."""
-    hidden = (LAYERS[case.layer], case.direction) != ("row", "forward")
-    return default_slices_per_gemm(RANKS, case.rows, hidden=hidden) if transport_name == "copies" else 1
-
-
 @dataclass(frozen=True)
 class Times:
     """Seconds on the model: the makespan with one and with eight hardware queues, and their parts on one rank.
 
     Attributes:
         compute: all kernels in turn, on an idle device.
-        communication: all messages in turn; of copy engines with the flag that follows each.
-        piece: the longest messages that one GEMM sends or waits for, which no order hides.
+        communication: all calls of messages in turn; of copy engines with the flags that follow.
+        piece: the longest call of messages that a rank sends, which no order hides. Sums of an all-reduce, which the
+            ranks copy from each other, are none.
     """
 
     one: float
@@ -185,26 +180,35 @@ class Times:
         return 1.1 * max(self.compute, self.communication) + self.piece
 
 
+def is_message(copy: Op) -> bool:
+    """Whether a batch of copies is between two ranks."""
+    return all(of != to for of, to in copy.label)
+
+
 def sent_bytes(device: Recorder) -> float:
     """Bytes of the messages of a rank."""
-    copied = [op.seconds - GPU.latency_s for op in device.ops if op.kind == "copy" and op.label != device.rank]
-    return GPU.link * sum(copied) + sum(op.tensors[each].nbytes for op in device.ops for each in op.sends)
+    copied = sum(op.label.total() for op in device.ops if op.kind == "copy" and is_message(op))
+    return copied + sum(op.tensors[each].nbytes for op in device.ops for each in op.sends)
 
 
-def times(devices: list[Recorder], slices: int = 1) -> Times:
-    """Play recorded devices; `slices` are those of the largest GEMM."""
+def times(devices: list[Recorder]) -> Times:
+    """Play recorded devices."""
     ops = devices[0].ops
     work = [op.seconds for op in ops if op.kind == "work"]
-    messages = [GPU.message_s(op.tensors[each].nbytes) for op in ops for each in op.sends]
-    messages += [op.seconds + GPU.word_s for op in ops if op.kind == "copy" and op.label != devices[0].rank]
+    sent = [GPU.message_s(sum(op.tensors[each].nbytes for each in op.sends)) for op in ops if op.sends]
+    copied = list[float]()
+    for op in ops:
+        if op.kind == "copy" and is_message(op):
+            seconds = op.seconds + GPU.word_s * len(op.label)
+            (sent if {of for of, _ in op.label} == {devices[0].rank} else copied).append(seconds)
     one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
-    return Times(one, eight, sum(work), sum(messages), slices * max(messages))
+    return Times(one, eight, sum(work), sum(sent) + sum(copied), max(sent))
 
 
 def record_messages_first(patch: pytest.MonkeyPatch, case: Case) -> list[Recorder]:
     """`record` over NCCL, with the messages of an all-gather before its first GEMM."""
     with patch.context() as messages_first:
-        messages_first.setattr(gather_scatter, "_placed", lambda messages, work, **_: tuple(messages))
+        messages_first.setattr(gather_scatter, "_placed", lambda messages, work: tuple(messages))
         p2p._schedule.cache_clear()
         devices = record(patch, case)
     p2p._schedule.cache_clear()
@@ -243,7 +247,8 @@ def record_userbuffers(case: Case) -> list[Recorder]:
                         device.put("reach", ((device.rank, number), 1))
                     if number < RANKS - 1:
                         following = (device.rank + 1) % RANKS
-                        device.put("copy", following, seconds=GPU.message_s(2 * shard * hidden))
+                        moved = Counter({(device.rank, following): 2 * shard * hidden})
+                        device.put("copy", moved, seconds=GPU.message_s(moved.total()))
                         device.put("set", ((following, number + 1), 1), seconds=GPU.word_s)
                 if number:
                     device.put("reach", ((device.rank, number), 1))
@@ -276,14 +281,14 @@ def main() -> None:
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
             others = [record_messages_first(patch, case), record_userbuffers(case)]
-            both = [times(record(patch, case, name), slices_per_gemm(case, name)) for name in TRANSPORTS]
+            both = [times(record(patch, case, name)) for name in TRANSPORTS]
         cells = [makespan(devices, GPU, connections=1) for devices in others]
         cells += [value for t in both for value in (t.compute, t.communication, t.bound, t.one, t.eight)]
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in cells) + " |", flush=True)
     print(f"\nAll-reduces, without sequence parallelism:\n\n| layer | copies: {columns} |\n" + "|---" * 6 + "|")
     for case in PLAIN_CASES:
         with pytest.MonkeyPatch.context() as patch:
-            took = times(record(patch, case, "copies"), slices_per_gemm(case, "copies"))
+            took = times(record(patch, case, "copies"))
         plain = (took.compute, took.communication, took.bound, took.one, took.eight)
         print(f"| {case} | " + " | ".join(f"{1e6 * value:.0f}" for value in plain) + " |", flush=True)
 

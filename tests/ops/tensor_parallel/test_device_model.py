@@ -27,18 +27,14 @@ from tests.ops.tensor_parallel.device_layers import (
     record,
     record_messages_first,
     sent_bytes,
-    slices_per_gemm,
     times,
 )
 
-# Passes with about as much computation as communication exceed the bound, by this factor.
+# All-reduces of GEMMs that take about as long as their messages exceed the bound, by this factor.
 _EXCEEDING = {
-    "8b 8192 proj backward nccl": 1.08,
-    "70b 8192 proj backward nccl": 1.03,
-    "8b 8192 qkv backward plain copies": 1.02,
-    "8b 4096 fc2 forward plain copies": 1.01,
-    "70b 4096 fc2 forward plain copies": 1.25,
-    "70b 8192 fc2 forward plain copies": 1.10,
+    "8b 8192 fc2 forward plain copies": 1.001,
+    "70b 4096 fc2 forward plain copies": 1.18,
+    "70b 8192 fc2 forward plain copies": 1.09,
 }
 
 # Every day one size of the small model with each transport.
@@ -57,7 +53,7 @@ _DAILY = {("8b", 8192, "nccl"), ("8b", 4096, "copies")}
 def test_one_hardware_queue_overlaps_as_eight_do(monkeypatch: pytest.MonkeyPatch, case: Case, transport: str) -> None:
     """Megatron sets CUDA_DEVICE_MAX_CONNECTIONS=1. Each rank sends its rows, or partial sums, to every other once."""
     devices = record(monkeypatch, case, transport)
-    took = times(devices, slices_per_gemm(case, transport))
+    took = times(devices)
     assert took.one <= 1.05 * took.eight
     assert took.one <= took.bound * _EXCEEDING.get(f"{case} {transport}", 1)
     num_collectives = 2 if (LAYERS[case.layer], case.direction) == ("column", "backward") else 1
@@ -78,7 +74,7 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
     The messages of shallow GEMMs are longer than the GEMMs and hide them.
     """
     devices = record(monkeypatch, case, "copies")
-    took = times(devices, slices_per_gemm(case, "copies"))
+    took = times(devices)
     assert took.one <= 1.05 * took.eight
     assert took.one <= took.bound * _EXCEEDING.get(f"{case} copies", 1)
     if case.layer == "proj":  # the first kernel adds all terms but the last, before that one arrives
@@ -91,19 +87,20 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
     ("layer", "direction", "rows", "transport", "num_gemms", "plain"),
     [
         ("qkv", "forward", 4096, "copies", 5, False),  # own rows, one slice, and three of two slices
-        ("qkv", "forward", 8192, "copies", 8, False),
+        ("qkv", "forward", 8192, "copies", 5, False),
+        ("qkv", "forward", 16384, "copies", 8, False),
         ("qkv", "forward", 4096, "nccl", 9, False),  # the last slice is cut
         ("fc2", "backward", 4096, "copies", 5, False),
         ("qkv", "backward", 4096, "copies", 5, False),
         ("fc1", "backward", 4096, "copies", 5, False),
         ("fc1", "backward", 4096, "nccl", 8, False),
-        ("fc2", "forward", 4096, "copies", 8, False),  # no work follows that hides the messages
-        ("fc2", "forward", 2048, "copies", 5, False),
+        ("fc2", "forward", 4096, "copies", 5, False),
+        ("fc2", "forward", 8192, "copies", 8, False),  # no work follows that hides the messages
         ("fc2", "forward", 2048, "nccl", 8, False),
         ("qkv", "backward", 4096, "copies", 5, True),
         ("fc1", "backward", 4096, "nccl", 8, True),
-        ("fc2", "forward", 4096, "copies", 8, True),
-        ("fc2", "forward", 1024, "copies", 5, True),
+        ("fc2", "forward", 8192, "copies", 8, True),
+        ("fc2", "forward", 4096, "copies", 5, True),
         ("fc2", "forward", 1024, "nccl", 8, True),
     ],
 )
@@ -124,7 +121,7 @@ def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: s
         for device in record(monkeypatch, case, transport, has_main_grad=has_main_grad):
             gemms = [op.label.split()[0] for op in device.ops if op.kind == "work" and "mm" in op.label]
             assert [name for name, _ in groupby(gemms)] == wanted
-            assert "addmm" not in gemms[: RANKS // 2]
+            assert "addmm" not in gemms[:3]
             assert gemms.count("addmm") <= len(wanted) - 1  # rows of two ranges of ranks
             assert gemms.count("mm") <= RANKS + 1 + (not has_main_grad)
 
@@ -134,14 +131,15 @@ def test_a_weight_gradient_is_one_gemm(monkeypatch: pytest.MonkeyPatch, layer: s
 def test_the_kernels_of_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str, transport: str) -> None:
     """Forward launches a GEMM for each slice, of which the first is cut into the chunks of a rank, and the sum.
 
-    After shallow GEMMs, which end before the messages, a first kernel adds all terms but the last.
+    By copy engines two slices share a GEMM, but not the first and the own one. After shallow GEMMs, which end before
+    the messages, a first kernel adds the terms before the last call.
     """
     device = record(monkeypatch, Case(layer, 4096, "forward"), transport)[0]
     labels = [op.label for op in device.ops if op.kind == "work"]
     chunks = default_chunks("reduce_scatter", RANKS, 4096, 2 * 4096, copy_engines=transport == "copies")
     sums = {"proj": 2, "fc2": 1}[layer]
     assert [label for label in labels if not label.startswith("mm")] == ["add_terms"] * sums
-    assert len(labels) == (RANKS - 1 + chunks) + sums
+    assert len(labels) == (RANKS - 1 + chunks if transport == "nccl" else 5) + sums
 
 
 @pytest.mark.parametrize("layer", ["qkv", "fc1"])
@@ -214,13 +212,14 @@ def test_copy_engines_gather_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = device.ops
     place = next(number for number, op in enumerate(ops) if op.label == "of the other part")
     product = next(number for number, op in enumerate(ops) if str(op.label).startswith("mm"))
-    assert [op.kind for op in ops[:place] if op.kind in ("copy", "work", "collective")] == ["copy"] * 2 * RANKS
+    # The own rows, and all messages.
+    assert [op.kind for op in ops[:place] if op.kind in ("copy", "work", "collective")] == ["copy"] * 2 * 2
     assert [op.kind for op in ops[place:] if op.kind in ("copy", "work", "collective")] == [
         "work",
         "work",
         "collective",
     ]
     # The GEMM follows the copy of the own rows.
-    own = next(number for number, op in enumerate(ops) if op.kind == "copy" and op.label == 0)
+    own = next(number for number, op in enumerate(ops) if op.kind == "copy" and op.label[0, 0])
     copied = next(op.label for op in ops[own:] if op.kind == "record" and op.stream == ops[own].stream)
     assert any(op.kind == "wait" and op.label == copied and op.stream == "compute" for op in ops[place:product])

@@ -20,9 +20,19 @@ from megatron_overlap.tools.simulate.layer import Layers
 from megatron_overlap.tools.simulate.linear import Linear, LinearOverlap, fastest, unsupported_reason
 from megatron_overlap.tools.simulate.split import layer_passes
 from megatron_overlap.tools.simulate.step import simulate_step
-from tests.ops.tensor_parallel.device_layers import DIRECTIONS, GPU, LAYERS, MODELS, Case, record, sent_bytes, times
+from tests.ops.tensor_parallel.device_layers import (
+    DIRECTIONS,
+    GPU,
+    LAYERS,
+    MODELS,
+    Case,
+    is_message,
+    record,
+    sent_bytes,
+    times,
+)
 from tests.tools.simulate.machines import job, number
-from tests.tools.simulate.test_copy_engines import COPY_US, FLAG_US, GPU_TILES, NCCL_US, gpu
+from tests.tools.simulate.test_copy_engines import COPY_US, FLAG_US, FURTHER_US, GPU_TILES, NCCL_US, copy_engines, gpu
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs/gpu/llama3_405b_tp8_pp9/overlap.yaml"
 PASSES = "column_forward", "row_forward", "column_backward", "row_backward"
@@ -66,13 +76,13 @@ def test_the_schedule_is_that_of_the_package(
     )
     tree = model.profile.model_dump(by_alias=True)
     tree["device"]["gemm"] |= {"processors": GPU.num_sms, "tiles": GPU_TILES}
-    tree["inside"]["copy_engines"] = {"copy_us": number(latency_us), "flag_us": number(GPU.word_s * 1e6)}
+    tree["inside"]["copy_engines"] = copy_engines(latency_us, GPU.further_copy_s * 1e6, GPU.word_s * 1e6)
     model = CostModel(ClusterProfile.model_validate(tree))
     hidden, features = MODELS["8b"].hidden, MODELS["8b"].features(layer) // nodes.num_ranks
     shape = (features, hidden) if LAYERS[layer] == "column" else (hidden, features)
     over_nodes = Linear(model, model.link(nodes.num_ranks), LinearOverlap("p2p"), rows, *shape)
     run = getattr(over_nodes, f"{LAYERS[layer]}_{direction}")()
-    copies = sum(op.kind == "copy" and op.label != 0 for op in devices[0].ops)
+    copies = sum(len(op.label) for op in devices[0].ops if op.kind == "copy" and is_message(op))
     between = sum(len(op.sends) for op in devices[0].ops)
     assert between == (nodes.num_nodes - 1) * (2 if (layer, direction) == ("qkv", "backward") else 1)
     assert run.num_messages == copies + between
@@ -87,7 +97,9 @@ def test_slow_nics_leave_one_gather_inside_a_node(nodes: Nodes) -> None:
     layer = linear(model, ranks, rows=960, chunks_per_rank=1)
     shard = 960 / ranks * WIDTH * 2
     rails_us = (nodes.num_nodes - 1) * (NCCL_US + shard / 10)
-    copies_us = (nodes.per_node - 1) * (COPY_US + 2 * FLAG_US + shard / 1e4)
+    # Of three copies, two are a batch.
+    batches_us = COPY_US if nodes.per_node == 2 else 2 * COPY_US + FURTHER_US
+    copies_us = (nodes.per_node - 1) * (2 * FLAG_US + shard / 1e4) + batches_us
     assert layer.column_forward().time_us == pytest.approx(rails_us + copies_us + FLAG_US, rel=1e-4)
     assert layer.row_forward().time_us == pytest.approx(copies_us + FLAG_US + rails_us, rel=1e-4)
     # The gather of the input, then the sums.

@@ -156,7 +156,9 @@ MUTANTS = {
     ),
     "pulled before it is ready": (
         "pull",
-        Edit("comm.symmetric.transport", "copying.wait(self._ready(rank), owner, self.epoch)", "pass"),
+        Edit(
+            "comm.symmetric.transport", "copying.wait(transport._words(rank, ready, size), owner, self.epoch)", "pass"
+        ),
     ),
     "forwarded before it is complete": (
         "ring",
