@@ -35,9 +35,9 @@ _layout = lru_cache(maxsize=256)(ChunkLayout)
 
 @lru_cache(maxsize=64)
 def _plan(make: Callable[..., Plan], num_ranks: int, rank: int, chunks_per_rank: int = 1) -> Plan:
-    """A plan whose messages NCCL carries in one call, because no work of the caller separates them.
+    """A plan whose messages are one call of NCCL, or one batch of copies: no work of the caller separates them.
 
-    With one hardware queue each call but the last would delay later work until it is complete.
+    With one hardware queue each call of NCCL but the last would delay later work until it is complete.
     """
     plan = make(num_ranks, rank, chunks_per_rank=chunks_per_rank)
     return replace(plan, messages=tuple(replace(message, call=0) for message in plan.messages))

@@ -14,7 +14,7 @@ Each row is sent once to every other host, and all ranks use their inter-node li
 gathers or sums the rows of the rails.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -154,11 +154,11 @@ def reduce_scatter_plan(
     return Plan("reduce_scatter", pattern, num_ranks, rank, chunks_per_rank, _placed(messages, work), tuple(work))
 
 
-def _placed(messages: list[Message], work: list[Work], *, together: bool = True) -> tuple[Message, ...]:
+def _placed(messages: list[Message], work: list[Work], *, alone: Collection[int] = ()) -> tuple[Message, ...]:
     """Return the messages with `not_before`: after the GEMM that hides them.
 
     A message that depends on a GEMM follows the next GEMM. Any other message follows the work before the one that waits
-    for it. `together`: messages of one GEMM are one call; on all ranks the same messages must be.
+    for it. Messages that are ready together are one call, but those of `alone`; they must be the same on all ranks.
     """
     first_use = {k: index for index in reversed(range(len(work))) for k in (*work[index].needs, *work[index].adds)}
     placed, place = list[Message](), 0
@@ -168,10 +168,10 @@ def _placed(messages: list[Message], work: list[Work], *, together: bool = True)
         else:
             place = max(place, first_use.get(k, 0))
         placed.append(replace(message, not_before=place))
-    if not together:
-        return tuple(placed)
-    calls = groupby(placed, key=lambda message: (message.after_work, message.not_before, message.after_messages))
-    return tuple(replace(message, call=number) for number, (_, call) in enumerate(calls) for message in call)
+    keys = [(k in alone and k, each.after_work, each.not_before, each.after_messages) for k, each in enumerate(placed)]
+    lengths = [len(list(call)) for _, call in groupby(keys)]
+    calls = [number for number, length in enumerate(lengths) for _ in range(length)]
+    return tuple(replace(message, call=call) for message, call in zip(placed, calls, strict=True))
 
 
 def _exchanges(num_ranks: int, rank: int, slices_per_gemm: int) -> list[list[tuple[int, int]]]:
@@ -277,7 +277,8 @@ def all_reduce_plan(
     for part in parts[-1:] if late else parts:
         send_sums(part, peers)
     # With split `edge` the GEMMs of the ranks differ.
-    placed = _placed(messages, work, together=pattern == "serial" or split == "all")
+    alone = {k for k, message in enumerate(messages) if message.send.owner != rank} if split == "edge" else ()
+    placed = _placed(messages, work, alone=() if pattern == "serial" else alone)
     return Plan("all_reduce", pattern, num_ranks, rank, chunks_per_rank, placed, tuple(work))
 
 

@@ -122,6 +122,7 @@ class CopyTransport:
             sends = transfer.send.numel() > 0
             message = CopyMessage(plan, plan.after_work, plan.not_before if self.on_device else 0)
             messages.all.append(message)
+            messages.plans.append(plan)
             messages.marks.append(plan.after_work)
             messages.forwards = messages.forwards or bool(plan.after_messages)
             if not sends and not transfer.recv.numel():

@@ -56,6 +56,7 @@ class CopyMessages:
         marks: values of `Message.after_work`, ascending, from 0.
         forwards: whether a message sends what an earlier one receives.
         reads: the messages whose bytes this rank copies itself.
+        plans: of the messages.
     """
 
     op: str
@@ -66,6 +67,7 @@ class CopyMessages:
     marks: list[int] = field(default_factory=list)
     forwards: bool = False
     reads: set[int] = field(default_factory=set)
+    plans: list[Message] = field(default_factory=list)
 
     def rows_of(
         self, own: torch.Tensor, cut: dict[tuple[int, int], torch.Tensor]
@@ -212,8 +214,8 @@ class State:
 
     def _next_call(self) -> list[CopyMessage]:
         """The messages of the next call."""
-        messages, first = self.messages.all, self._num_sent
-        return messages[first : end_of_call([each.plan for each in messages], first)]
+        messages, first = self.messages, self._num_sent
+        return messages.all[first : end_of_call(messages.plans, first)]
 
     def _may_send(self) -> bool:
         return all(

@@ -65,8 +65,11 @@ class _ScatteredRows(WorkRows):
 
 
 def _num_before_last_call(messages: Sequence[Message]) -> int:
-    """How many messages of a plan are in earlier calls than the last one."""
-    return sum(message.call != messages[-1].call for message in messages)
+    """How many messages precede those of the last call."""
+    if not messages:
+        return 0
+    last = messages[-1].call
+    return len(messages) - 1 if last is None else sum(message.call != last for message in messages)
 
 
 class PipelinedReduceScatter:
@@ -209,7 +212,7 @@ class PipelinedReduceScatter:
         return out
 
     def _add_on_device(self) -> torch.Tensor:
-        """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last term last."""
+        """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last call last."""
         own = out = self.out
         terms, first_terms, last_term = self.rows.terms
         if self._add_early and self.rows.first_messages:

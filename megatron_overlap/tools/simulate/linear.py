@@ -388,7 +388,7 @@ class Linear:
         self, stream: Stream, plan: Plan, width: int, done: Sequence[int], start: int = 0, stop: int | None = None
     ) -> list[int]:
         """Adds calls of a plan; returns that of each message. `done`: works of the stream by GEMMs of the plan."""
-        layout, first, sent = plan.layout(self.rows), len(stream.messages), list[int]()
+        layout, sent = plan.layout(self.rows), list[int]()
         for call in self._calls(plan)[start:stop]:
             messages, latency_us, queued_us = [plan.messages[index] for index in call], None, 0.0
             if self._queued:
@@ -396,12 +396,11 @@ class Linear:
                 waits = {message.to for message in messages} - {other.to for other in plan.messages[: call.start]}
                 num_flags = len(call) + len(waits)
                 latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, num_flags, len(call))
-            after = messages[0].after_messages
             num_bytes = self._bytes(sum(layout.num_chunk_rows(message.send) for message in messages), width)
-            transfer = Transfer(num_bytes, done[messages[0].after_work], None, 1.0, latency_us, queued_us)
-            # With `after_messages` every message is a call.
-            transfer = replace(transfer, after_message=first + after[0] if after else None, num_messages=len(call))
-            sent += [stream.add(transfer)] * len(call)
+            # A message that forwards is alone, and follows one of the same list.
+            after = [sent[other] for other in messages[0].after_messages]
+            transfer = Transfer(num_bytes, done[messages[0].after_work], after[0] if after else None, 1.0, latency_us)
+            sent += [stream.add(replace(transfer, queued_us=queued_us, num_messages=len(call)))] * len(call)
         return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:

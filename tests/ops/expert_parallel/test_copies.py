@@ -15,6 +15,7 @@ from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.ops import ExpertOptions, MLPExperts, expert_parallel
 from megatron_overlap.ops.call import Projection
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
+from megatron_overlap.schedules import expert_parallel as schedule
 from megatron_overlap.schedules.expert_parallel import Segment, expert_plan
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.copy_protocol import RecordedBackend, RecordedQueue, Recording, explore, ordered, play
@@ -104,22 +105,31 @@ def record(calls: list[Routing], device: str = "cpu", *, fixed_order: bool = Tru
     return Recorded(queues, [backend.one_hardware_queue() for backend in backends], found, expected)
 
 
+@pytest.fixture(params=[16, 2, 1], ids=["alone", "two calls", "one call"])
+def max_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most calls of each direction. Groups of up to 17 ranks have one for each message."""
+    monkeypatch.setattr(schedule, "MAX_CALLS", request.param)
+
+
 def test_every_order_of_a_call() -> None:
     few, to_first, _ = routings(2)
     assert explore(record([few, to_first]).queues, reduced=True) > 100
 
 
+@pytest.mark.usefixtures("max_calls")
 @pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_calls_with_other_routings(size: int, fixed_order: bool) -> None:
     ordered(record(routings(size), fixed_order=fixed_order).queues)
 
 
+@pytest.mark.usefixtures("max_calls")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_one_hardware_queue_has_no_deadlock(size: int) -> None:
     ordered(record(routings(size), "cuda").hardware_queues)
 
 
+@pytest.mark.usefixtures("max_calls")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [2, 3])
 def test_results_in_a_random_order(size: int, seed: int) -> None:

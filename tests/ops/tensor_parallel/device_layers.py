@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_overlap.ops.tensor_parallel.linear import _ColumnParallel, _RowPar
 from megatron_overlap.ops.tensor_parallel.method import LinearOptions
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, method_for
 from megatron_overlap.ops.wgrad import WgradTarget
-from megatron_overlap.schedules import gather_scatter
+from megatron_overlap.schedules import Message, gather_scatter
 from megatron_overlap.schedules.gather_scatter import Nodes
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.device import NcclGroup, Op, Recorder
@@ -208,7 +208,12 @@ def times(devices: list[Recorder]) -> Times:
 def record_messages_first(patch: pytest.MonkeyPatch, case: Case) -> list[Recorder]:
     """`record` over NCCL, with the messages of an all-gather before its first GEMM."""
     with patch.context() as messages_first:
-        messages_first.setattr(gather_scatter, "_placed", lambda messages, work: tuple(messages))
+        placed = gather_scatter._placed
+
+        def at_once(messages: list[Message], work: list[Any], **options: Any) -> tuple[Message, ...]:
+            return tuple(replace(message, not_before=0) for message in placed(messages, work, **options))
+
+        messages_first.setattr(gather_scatter, "_placed", at_once)
         p2p._schedule.cache_clear()
         devices = record(patch, case)
     p2p._schedule.cache_clear()

@@ -10,11 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_overlap.ops import flash_attention
+from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan
 from megatron_overlap.ops.tensor_parallel.part_messages import GatherScatterMessages, PartGathers
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.heuristics import default_chunks
 from tests.comm.device import Recorder, play
 from tests.comm.makespan import Work, makespan
+from tests.ops.tensor_parallel import device_layers
 from tests.ops.tensor_parallel.device_layers import (
     CASES,
     GPU,
@@ -77,7 +79,7 @@ def test_an_all_reduce_by_copy_engines(monkeypatch: pytest.MonkeyPatch, case: Ca
     took = times(devices)
     assert took.one <= 1.05 * took.eight
     assert took.one <= took.bound * _EXCEEDING.get(f"{case} copies", 1)
-    if case.layer == "proj":  # the first kernel adds all terms but the last, before that one arrives
+    if case.layer == "proj":  # the first kernel adds all terms but those of the last call, before these arrive
         assert sum(op.label == "add_terms" for op in devices[0].ops) == 2
     chunk_bytes = case.rows // RANKS * MODELS[case.model].hidden * 2
     assert sent_bytes(devices[0]) == pytest.approx(2 * (RANKS - 1) * chunk_bytes)
@@ -140,6 +142,14 @@ def test_the_kernels_of_a_scatter(monkeypatch: pytest.MonkeyPatch, layer: str, t
     sums = {"proj": 2, "fc2": 1}[layer]
     assert [label for label in labels if not label.startswith("mm")] == ["add_terms"] * sums
     assert len(labels) == (RANKS - 1 + chunks if transport == "nccl" else 5) + sums
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copies"])
+def test_messages_alone_are_summed_early_too(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    """With split `edge` the partial sums of an all-reduce are no calls of several messages."""
+    monkeypatch.setattr(device_layers, "LinearPlan", lambda: LinearPlan(split="edge"))
+    device = record(monkeypatch, Case("proj", 4096, "forward", plain=True), transport)[0]
+    assert [op.label for op in device.ops].count("add_terms") == 2
 
 
 @pytest.mark.parametrize("layer", ["qkv", "fc1"])
