@@ -23,7 +23,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops import data_parallel, flash_attention
-from megatron_overlap.ops.call import InputVersion
+from megatron_overlap.ops.call import InputVersion, unobserved
 from megatron_overlap.ops.data_parallel import Gathering, GradientReduce
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.ops.tensor_parallel.linear import _ColumnParallel, _RowParallel
@@ -301,7 +301,7 @@ def documents(rank: Rank, draw: random.Random, group: str) -> Lane:
         rebalances = None
     rows = (plan.tokens(0) if rebalances is None else rebalances[0].before)[rank._ranks[group].index(rank.rank)]
     passing = draw.choice(["kv", "q", None])
-    options = CallOptions(transports, plan, 0, 1.0, None, passing, rebalances, None)
+    options = CallOptions(transports, plan, 0, 1.0, None, passing, rebalances, unobserved)
     q, k, v, dy = (rank.full(rows, count, 1) for count in (2, 1, 1, 2))
     context: Any = Context()
     _BalancedAttention.forward(context, q, k, v, options).sum()
