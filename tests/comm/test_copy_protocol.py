@@ -21,7 +21,7 @@ from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduc
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, _GatheredRows
 from megatron_overlap.ops.tensor_parallel.pipelined_reduce import _ScatteredRows
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
-from megatron_overlap.schedules.plan import Chunk, Message
+from megatron_overlap.schedules.plan import Chunk, Message, Split
 from scripts.mutants import ROOT, load
 from tests.comm.copy_protocol import (
     ProtocolError,
@@ -72,6 +72,7 @@ def record(
     pattern: str = "direct",
     chunks: int = 1,
     device: str = "cpu",
+    split: Split | None = None,
     transport: type[CopyTransport] = CopyTransport,
     captured: bool = False,
 ) -> Recorded:
@@ -82,7 +83,7 @@ def record(
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
     backends = [RecordedBackend(rank, size, arenas, device) for rank in range(size)]
     transports = [transport(backend) for backend in backends]
-    plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks)
+    plan = LinearPlan(pattern=pattern, chunks_per_rank=chunks, split=split)
     x = torch.arange(rows * size * 64, dtype=torch.float32).remainder(7).view(-1, 64)
     weights = [torch.full((64, 64), rank + 1.0).tril() for rank in range(size)]
     found, owned = [], [x[rank * rows : (rank + 1) * rows].clone() for rank in range(size)]
@@ -238,6 +239,19 @@ def test_one_hardware_queue_has_no_deadlock(size: int, pattern: str) -> None:
     """All queues of a rank run as one, in the order of the calls."""
     ops = [*FOUR, "gemm_ar", "ag_gemm", "gemm_ar"] if pattern == "direct" else FOUR
     recorded = record(size, ops, pattern=pattern, device="cuda")
+    ordered(recorded.hardware_queues)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_every_order_of_calls_of_several_messages(size: int) -> None:
+    """Slices share GEMMs, and their copies are one call."""
+    recorded = record(size, [*FOUR, "gemm_ar", "ag_gemm"], device="cuda", split="edge")
+    copies = [step for queue in recorded.queues for step in queue.steps if step.writes and "copies" in queue.name]
+    assert {len(step.writes) for step in copies} >= {1, size // 2, size - 1}
+    steps = [step for queue in recorded.queues for step in queue.steps]
+    # Every flag that a rank sets, another one waits for.
+    assert {step.sets for step in steps} == {step.clears for step in steps}
+    ordered(recorded.queues)
     ordered(recorded.hardware_queues)
 
 
