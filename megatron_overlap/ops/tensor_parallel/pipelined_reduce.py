@@ -66,10 +66,7 @@ class _ScatteredRows(WorkRows):
 
 def _num_before_last_call(messages: Sequence[Message]) -> int:
     """How many messages precede those of the last call."""
-    if not messages:
-        return 0
-    last = messages[-1].call
-    return len(messages) - 1 if last is None else sum(message.call != last for message in messages)
+    return sum(message.call != messages[-1].call for message in messages)
 
 
 class PipelinedReduceScatter:
