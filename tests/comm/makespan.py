@@ -190,7 +190,7 @@ class _Clock:
 
     @staticmethod
     def _ends(copy: Op) -> dict[tuple[str, int], float]:
-        """What a batch of copies shares with others, and how much of it the batch would use alone."""
+        """The ends of links, or the memory, that a batch of copies uses, and the share of each that it needs."""
         ends = defaultdict[tuple[str, int], float](float)
         for (of, to), num_bytes in copy.label.items():
             for end in (("memory", of),) if of == to else (("out", of), ("in", to)):

@@ -85,7 +85,7 @@ def test_a_stream_writes_words_of_peers_by_copies(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("captured", "has_batches"), [(False, True), (True, True), (False, False)])
 def test_a_stream_copies_together(monkeypatch: pytest.MonkeyPatch, captured: bool, has_batches: bool) -> None:
-    """One call of the driver, unless it has none or a CUDA graph captures it."""
+    """Several copies are one call of the driver, unless it has no such call or a CUDA graph captures them."""
     driver = Driver(monkeypatch, has_batches=has_batches)
     a, b, c = (driver.sources[number:] for number in range(3))
     prepared = driver.queue.prepare_copies([(a[:2], None), (None, b[:2]), (c[:1], b[:1])], captured=captured)

@@ -355,7 +355,7 @@ class StreamQueue:
 
 
 def _source_words() -> torch.Tensor:
-    """Words of device memory: two from which a queue writes to peers, 1 and any value, and two for a trial."""
+    """Four words of device memory: a queue copies the first, 1, or the second to peers; a trial writes the others."""
     words = torch.tensor([1, 0, 0, 0], dtype=torch.int32, device="cuda")
     torch.cuda.current_stream().synchronize()  # other streams read them
     return words

@@ -209,7 +209,7 @@ class PipelinedReduceScatter:
         return out
 
     def _add_on_device(self) -> torch.Tensor:
-        """Adds the received terms in the order of the plan, then the own rows; with `add_early` the last call last."""
+        """Adds received terms and own rows in one kernel; with `add_early` first all but the terms of the last call."""
         own = out = self.out
         terms, first_terms, last_term = self.rows.terms
         if self._add_early and self.rows.first_messages:

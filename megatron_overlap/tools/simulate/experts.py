@@ -124,8 +124,8 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     on_device, link = model.on_device, model.link(experts.parallel)
     # On a device, of a group inside a node unless NCCL is configured.
     mover: Mover = model.mover(link) if experts.copies else "message"
-    copy_us = (on_device and mover == "copy" and link.copy_us) or 0.0
-    flag_us, others = link.flag_us if copy_us else 0.0, experts.parallel - 1
+    by_copies, others = on_device and mover == "copy", experts.parallel - 1
+    flag_us = link.flag_us if by_copies else 0.0
     near = min(experts.parallel, model.profile.devices_per_node)
     steps = Stream()
 
@@ -157,6 +157,6 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for _ in range(experts.local if backward else 0):
         steps.compute(layer.wgrad_us())
     for result, message in zip(combined, plan.messages, strict=True):
-        rows = sum(segment.rows for segment in message.sent) if copy_us else 0
+        rows = sum(segment.rows for segment in message.sent) if by_copies else 0
         steps.compute(flag_us + layer.moved_us(2 * rows), result)
     return run_streams([steps], model, link)

@@ -397,10 +397,12 @@ class Linear:
                 num_flags = len(call) + len(waits)
                 latency_us, queued_us = 0.0, self.model.queued_us(self.link, self._mover, num_flags, len(call))
             num_bytes = self._bytes(sum(layout.num_chunk_rows(message.send) for message in messages), width)
-            # A message that forwards is alone, and follows one of the same list.
-            after = [sent[other] for other in messages[0].after_messages]
-            transfer = Transfer(num_bytes, done[messages[0].after_work], after[0] if after else None, 1.0, latency_us)
-            sent += [stream.add(replace(transfer, queued_us=queued_us, num_messages=len(call)))] * len(call)
+            # A message that forwards is alone, and follows an earlier one of this plan.
+            after = next((sent[other] for other in messages[0].after_messages), None)
+            work, count = done[messages[0].after_work], len(call)
+            sent += [
+                stream.add(Transfer(num_bytes, work, after, 1.0, latency_us, queued_us, num_messages=count))
+            ] * count
         return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
