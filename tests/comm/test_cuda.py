@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_overlap.comm import TransportError, TransportOptions
 from megatron_overlap.comm.buffers import BufferPool
-from megatron_overlap.comm.symmetric import cuda
+from megatron_overlap.comm.symmetric import cuda, stream_queue
 from megatron_overlap.comm.symmetric.backend import FlagStep, Note
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
+from megatron_overlap.comm.symmetric.stream_queue import WAIT_VALUE_32, WRITE_VALUE_32
 from megatron_overlap.config import OverlapConfig
 from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.session import Session
@@ -35,12 +36,12 @@ class Driver:
     ) -> None:
         self.calls: list[Any] = []
         self.sources = torch.tensor([1, 0, 0, 0], dtype=torch.int32)
-        monkeypatch.setattr(cuda, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
-        monkeypatch.setattr(cuda, "_source_words", lambda: self.sources)
-        monkeypatch.setattr(cuda, "_batch_function", lambda: self.copy_batch if has_batches else None)
-        monkeypatch.setattr(cuda, "_writes_reach_peers", lambda: writes_reach_peers)
+        monkeypatch.setattr(stream_queue, "_driver_functions", lambda: (self.copy, self.write, self.wait, self.batch))
+        monkeypatch.setattr(stream_queue, "_source_words", lambda: self.sources)
+        monkeypatch.setattr(stream_queue, "_batch_function", lambda: self.copy_batch if has_batches else None)
+        monkeypatch.setattr(stream_queue, "_writes_reach_peers", lambda: writes_reach_peers)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        self.queue = cuda.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
+        self.queue = stream_queue.StreamQueue(SimpleNamespace(cuda_stream=17))  # type: ignore[arg-type]
 
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> int:
         value = self.sources[(source - self.sources.data_ptr()) // 4].item()
@@ -108,7 +109,7 @@ def test_the_default_stream_has_no_batches(monkeypatch: pytest.MonkeyPatch) -> N
     driver = Driver(monkeypatch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    queue, words = cuda.StreamQueue(None), driver.sources
+    queue, words = stream_queue.StreamQueue(None), driver.sources
     queue.run(queue.prepare([FlagStep(words, position, sets=True) for position in (2, 3)]))
     assert [call[0] for call in driver.calls] == ["copy", "copy"]
 
@@ -129,11 +130,13 @@ def test_which_drivers_have_batches(
         return status
 
     words = torch.tensor([1, 0, 0, 0], dtype=torch.int32)
-    monkeypatch.setattr(cuda, "_source_words", lambda: words)
+    monkeypatch.setattr(stream_queue, "_source_words", lambda: words)
     stream = SimpleNamespace(cuda_stream=17, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda library: SimpleNamespace(**({name: copy_batch} if name else {})))
-    function = cuda._batch_function.__wrapped__()
+    monkeypatch.setattr(
+        stream_queue.ctypes, "CDLL", lambda library: SimpleNamespace(**({name: copy_batch} if name else {}))
+    )
+    function = stream_queue._batch_function.__wrapped__()
     assert (function is not None) == bool(name and not status)
     if not name:
         return
@@ -151,7 +154,7 @@ def test_a_stream_writes_words_of_peers_where_the_driver_can(monkeypatch: pytest
     driver.queue.write(words, 3, 41)
     steps = [FlagStep(words, position, sets) for position, sets in ((2, True), (5, False), (6, True))]
     driver.queue.run(driver.queue.prepare(steps))
-    at, write, wait = words.data_ptr(), cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
+    at, write, wait = words.data_ptr(), WRITE_VALUE_32, WAIT_VALUE_32
     assert driver.calls == [
         ("write", at + 12, 41, 17),
         [(write, at + 8, 1), (wait, at + 20, 1), (write, at + 20, 0), (write, at + 24, 1)],
@@ -165,8 +168,8 @@ def test_which_drivers_write_to_peers(monkeypatch: pytest.MonkeyPatch, version: 
         return 0
 
     library = SimpleNamespace(cuDriverGetVersion=get_version)
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: library)
-    assert cuda._writes_reach_peers.__wrapped__() is reach
+    monkeypatch.setattr(stream_queue.ctypes, "CDLL", lambda name: library)
+    assert stream_queue._writes_reach_peers.__wrapped__() is reach
 
 
 def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +177,12 @@ def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyP
     notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     steps = [FlagStep(words, 2, sets=True), FlagStep(words, 5, False, Note(notes, 1, 70000))]
     driver.queue.run(driver.queue.prepare(steps))
-    flag, word, write, wait = words.data_ptr(), notes.data_ptr() + 4, cuda.WRITE_VALUE_32, cuda.WAIT_VALUE_32
+    flag, word, write, wait = (
+        words.data_ptr(),
+        notes.data_ptr() + 4,
+        WRITE_VALUE_32,
+        WAIT_VALUE_32,
+    )
     assert driver.calls == [
         ("copy", flag + 8, 4, 1, 17),
         [(write, word, 70000), (wait, flag + 20, 1), (write, flag + 20, 0), (write, word, 0)],
@@ -185,7 +193,7 @@ def test_a_call_of_the_driver_gets_at_most_255_steps(monkeypatch: pytest.MonkeyP
     driver, words = Driver(monkeypatch), torch.zeros(200, dtype=torch.int32)
     driver.queue.run(driver.queue.prepare([FlagStep(words, position, sets=False) for position in range(200)]))
     assert [len(call) for call in driver.calls] == [255, 145]
-    waits = [address for call in driver.calls for operation, address, _ in call if operation == cuda.WAIT_VALUE_32]
+    waits = [address for call in driver.calls for operation, address, _ in call if operation == WAIT_VALUE_32]
     assert waits == [words.data_ptr() + 4 * position for position in range(200)]
 
 

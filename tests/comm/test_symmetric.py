@@ -17,15 +17,13 @@ from megatron_overlap.comm.host_group import HostGroup, store_beside
 from megatron_overlap.comm.symmetric import cuda
 from megatron_overlap.comm.symmetric.backend import ALIGNMENT
 from megatron_overlap.comm.symmetric.cuda import (
-    WAIT_VALUE_32,
-    WRITE_VALUE_32,
-    MemOp,
     _register_group,
     _with_deadline,
     local_unsupported_reason,
     open_backend,
     triton_unsupported_reason,
 )
+from megatron_overlap.comm.symmetric.stream_queue import WAIT_VALUE_32, WRITE_VALUE_32, MemOp
 from megatron_overlap.comm.symmetric.transport import MAX_PARTS, ArenaLayout, gathered_bytes
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason
 from tests.helpers.world import World

@@ -399,10 +399,9 @@ class Linear:
             num_bytes = self._bytes(sum(layout.num_chunk_rows(message.send) for message in messages), width)
             # A message that forwards is alone, and follows an earlier one of this plan.
             after = next((sent[other] for other in messages[0].after_messages), None)
-            work, count = done[messages[0].after_work], len(call)
-            sent += [
-                stream.add(Transfer(num_bytes, work, after, 1.0, latency_us, queued_us, num_messages=count))
-            ] * count
+            work = done[messages[0].after_work]
+            transfer = Transfer(num_bytes, work, after, 1.0, latency_us, queued_us, num_messages=len(call))
+            sent += [stream.add(transfer)] * len(call)
         return sent
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:

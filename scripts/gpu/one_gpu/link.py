@@ -71,7 +71,7 @@ class HostPeers:
     def _queue(self, stream: Any) -> Any:
         if self._dry:
             return ImmediateQueue()
-        from megatron_overlap.comm.symmetric.cuda import StreamQueue
+        from megatron_overlap.comm.symmetric.stream_queue import StreamQueue
 
         return StreamQueue(stream)
 

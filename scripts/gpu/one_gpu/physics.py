@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from megatron_overlap.comm.symmetric.backend import Copy
-from megatron_overlap.comm.symmetric.cuda import StreamQueue
+from megatron_overlap.comm.symmetric.stream_queue import StreamQueue
 from megatron_overlap.kernels.gemm_rs import add_terms
 from one_gpu.device import Gpu
 
