@@ -255,6 +255,26 @@ def test_every_order_of_calls_of_several_messages(size: int) -> None:
     ordered(recorded.hardware_queues)
 
 
+def test_a_call_waits_for_the_work_of_all_its_messages() -> None:
+    """Also where a wait sends the messages before it at once."""
+    transport, rows = CopyTransport(RecordedBackend(0, 3, {}, "cuda")), torch.zeros(4, 64)
+    received = transport.buffer_pool.take("received", (4, 64), rows, symmetric=True).split(2)
+    chunk = Chunk(0, 0)
+    work = transport.begin(
+        [
+            Transfer(Message(chunk, to, chunk, to, after_work=to, call=0), part, into, lands=into)
+            for to, part, into in zip((1, 2), rows.split(2), received, strict=True)
+        ],
+        "two messages",
+    )
+    work.mark_ready(1)
+    work.wait(0)
+    sent: Any = transport.queues.sending
+    assert not any(step.writes for step in sent.steps)
+    work.mark_ready(2)
+    assert [len(step.writes) for step in sent.steps if step.writes] == [2]
+
+
 def test_a_wait_for_several_messages_sends_before() -> None:
     """Also the messages that the plan places behind work that is not enqueued."""
     arenas: dict[tuple[str, int], list[torch.Tensor]] = {}
