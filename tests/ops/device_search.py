@@ -35,7 +35,7 @@ from megatron_overlap.ops.varlen.attention import _BalancedAttention, _rebalance
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.ops.wgrad import WgradTarget
 from megatron_overlap.schedules import ChunkLayout, SequenceLayout
-from megatron_overlap.schedules.expert_parallel import Segment, expert_plan
+from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
 from megatron_overlap.schedules.gather_scatter import Nodes
 from megatron_overlap.schedules.varlen import Topology
 from tests.comm.copy_engines import EngineBackend
@@ -224,7 +224,7 @@ def experts(rank: Rank, draw: random.Random, group: str) -> Lane:
         tokens = (rank.full(plan.num_tokens, 8), *([rank.full(plan.num_tokens)] if number == 0 else []))
         results: Rows = (rank.empty(plan.num_tokens, 8),)
 
-        def compute(segment: Segment, inputs: Rows, outputs: Rows, w: torch.Tensor = w) -> None:
+        def compute(segments: Segments, inputs: Rows, outputs: Rows, w: torch.Tensor = w) -> None:
             for each in inputs[1:]:
                 each.sum()
             torch.mm(inputs[0], w, out=outputs[0])

@@ -35,7 +35,7 @@ class _Rank:
     posted: int = 0
     has_sent: bool = False
     has_received: bool = False
-    chunks_done: int = 0
+    steps_done: int = 0
     own_done: int = 0
     received: set[int] = field(default_factory=set)
 
@@ -90,6 +90,23 @@ def _check_pieces(rank: _Rank, counts: Sequence[Sequence[Sequence[int]]]) -> Non
             whole = counts[source][plan.rank][segment.expert]
             if segment.rows < 1 or (segment.rows < MIN_PIECE_ROWS and segment.rows != whole):
                 raise ScheduleError(f"rank {plan.rank}: a piece of {segment.rows} of {whole} rows of rank {source}")
+    _check_steps(plan)
+
+
+def _check_steps(plan: ExpertPlan) -> None:
+    """The steps have all messages in order, and the rows of each where the messages place them."""
+    if [k for step in plan.steps for k in step.messages] != list(range(len(plan.messages))):
+        raise ScheduleError(f"rank {plan.rank}: steps of messages {[step.messages for step in plan.steps]}")
+    for number, step in enumerate(plan.steps):
+        placed = []
+        for message in (plan.messages[k] for k in step.messages):
+            first = message.arrives
+            for segment in message.received:
+                placed.append((segment, first))
+                first += segment.rows
+        placed.sort(key=lambda each: (each[0].expert, each[1]))
+        if placed != list(step.received):
+            raise ScheduleError(f"rank {plan.rank}, step {number}: {step.received}: must be {placed}")
 
 
 def _deliver(ranks: list[_Rank], sender: _Rank) -> bool:
@@ -98,7 +115,7 @@ def _deliver(ranks: list[_Rank], sender: _Rank) -> bool:
     if sender.posted == 2 * len(plan.messages) or sender.has_sent:
         return False
     index, message = sender.posted, sender.transfers[sender.posted]
-    if message.after_work > sender.chunks_done:
+    if message.after_work > sender.steps_done:
         return False
     receiver = ranks[message.to]
     if receiver.posted != index or receiver.has_received:
@@ -139,11 +156,11 @@ def _move(source: dict[int, Row], sent: Segments, sink: dict[int, Row], arrived:
 
 
 def _compute(rank: _Rank) -> bool:
-    """Computes the next chunk if it is received and the own pieces before it are done."""
+    """Computes the next step if its messages are received and the own pieces before it are done."""
     plan = rank.plan
-    done = rank.chunks_done
-    last = done == len(plan.messages)
-    wanted = len(plan.own) if last else plan.messages[done].own_before
+    done = rank.steps_done
+    last = done == len(plan.steps)
+    wanted = len(plan.own) if last else plan.steps[done].own_before
     if rank.own_done < wanted:
         piece = plan.own[rank.own_done]
         _move(rank.tokens, piece.tokens, rank.inputs, piece.rows, f"rank {plan.rank}, own rows")
@@ -154,10 +171,10 @@ def _compute(rank: _Rank) -> bool:
             )
         rank.own_done += 1
         return True
-    if last or done not in rank.received:
+    if last or not rank.received.issuperset(plan.steps[done].messages):
         return False
-    _compute_rows(rank, plan.messages[done].received)
-    rank.chunks_done += 1
+    _compute_rows(rank, tuple(segment for segment, _ in plan.steps[done].received))
+    rank.steps_done += 1
     return True
 
 
@@ -174,8 +191,8 @@ def _compute_rows(rank: _Rank, segments: Segments) -> None:
 
 def _finished(rank: _Rank, counts: Sequence[Sequence[Sequence[int]]]) -> None:
     plan = rank.plan
-    if rank.posted < 2 * len(plan.messages) or rank.chunks_done < len(plan.messages):
-        raise ScheduleError(f"rank {plan.rank}: deadlock at message {rank.posted}, chunk {rank.chunks_done}")
+    if rank.posted < 2 * len(plan.messages) or rank.steps_done < len(plan.steps):
+        raise ScheduleError(f"rank {plan.rank}: deadlock at message {rank.posted}, step {rank.steps_done}")
     if plan.num_tokens != len(rank.tokens) or rank.results != rank.tokens:
         raise ScheduleError(f"rank {plan.rank}: results are not those of its tokens")
     expected = [

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -11,13 +12,14 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.backend import aligned
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.schedules.expert_parallel import ExpertPlan, OwnPiece, Segment, Segments
+from megatron_overlap.schedules.expert_parallel import ExpertPlan, ExpertStep, OwnPiece, Segment, Segments, joined
 
 Rows = tuple[torch.Tensor, ...]
 """Tensors with the same number of rows. A message carries the same rows of all of them."""
 
-Compute = Callable[[Segment, Rows, Rows], None]
-"""`compute(segment, inputs, outputs)`: computes these expert rows from `inputs`, and writes `outputs`."""
+Compute = Callable[[Segments, Rows, Rows], None]
+"""`compute(segments, inputs, outputs)`: computes these expert rows, which follow one another in `inputs`, and writes
+`outputs`."""
 
 
 class ExpertPass:
@@ -79,33 +81,59 @@ class ExpertPass:
         Otherwise one is computed whenever the next chunk is not received, which needs a transport that can report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
+        apart = [step for step in plan.steps if not _is_one_run(step)]
+        most = max((sum(segment.rows for segment, _ in step.received) for step in apart), default=0)
+        gathered, computed = self._take("gathered", self._tokens, most), self._take("computed", self.results, most)
         done = 0
-        for index, message in enumerate(plan.messages):
+        for number, step in enumerate(plan.steps):
             while done < len(plan.own) and (
-                done < message.own_before if fixed_order else not p2p_work.is_completed(index)
+                done < step.own_before if fixed_order else not all(map(p2p_work.is_completed, step.messages))
             ):
                 self._compute_own(plan.own[done], compute)
                 done += 1
-            if message.received:
-                p2p_work.wait(index)
-            first = message.arrives
-            for segment in message.received:
-                rows = slice(first, first + segment.rows)
-                self._compute(segment, _rows(self._received, rows), _rows(self._outputs, rows), compute)
-                first = rows.stop
+            if step.received:
+                p2p_work.wait(*(index for index in step.messages if plan.messages[index].received))
+                self._compute_step(step, compute, gathered, computed)
             if not self._serial:
-                p2p_work.mark_ready(index + 1)
+                p2p_work.mark_ready(number + 1)
         for piece in plan.own[done:]:
             self._compute_own(piece, compute)
 
     def _compute_own(self, piece: OwnPiece, compute: Compute) -> None:
-        for tokens, segment in zip(piece.tokens, piece.rows, strict=True):
-            rows = slice(tokens.start, tokens.stop)
-            self._compute(segment, _rows(self._tokens, rows), _rows(self.results, rows), compute)
+        for own, segment in zip(piece.tokens, piece.rows, strict=True):
+            self._inputs[segment] = self._tokens[0][own.start : own.stop]
+        tokens = _tokens(piece.tokens)
+        compute(piece.rows, _rows(self._tokens, tokens), _rows(self.results, tokens))
 
-    def _compute(self, segment: Segment, inputs: Rows, outputs: Rows, compute: Compute) -> None:
-        self._inputs[segment] = inputs[0]
-        compute(segment, inputs, outputs)
+    def _compute_step(self, step: ExpertStep, compute: Compute, gathered: Rows, computed: Rows) -> None:
+        """Computes the rows of a step. Those of several messages are gathered by expert, and the results put back."""
+        pieces = [(segment, slice(first, first + segment.rows)) for segment, first in step.received]
+        for segment, rows in pieces:
+            self._inputs[segment] = self._received[0][rows]
+        segments = joined(segment for segment, _ in pieces)
+        if _is_one_run(step):
+            rows = slice(pieces[0][1].start, pieces[-1][1].stop)
+            compute(segments, _rows(self._received, rows), _rows(self._outputs, rows))
+            return
+        sizes = [segment.rows for segment, _ in pieces]
+        whole = slice(0, sum(sizes))
+        inputs, outputs = _rows(gathered, whole), _rows(computed, whole)
+        for into, received in zip(inputs, self._received, strict=True):
+            torch.cat([received[rows] for _, rows in pieces], out=into)
+        compute(segments, inputs, outputs)
+        # In as few copies as the places of the rows permit.
+        order = sorted(range(len(pieces)), key=lambda index: pieces[index][1].start)
+        runs = list[list[int]]()
+        for index in order:
+            if runs and pieces[runs[-1][-1]][1].stop == pieces[index][1].start:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        for output, sink in zip(outputs, self._outputs, strict=True):
+            parts = output.split(sizes)
+            for run in runs:
+                rows = slice(pieces[run[0]][1].start, pieces[run[-1]][1].stop)
+                torch.cat([parts[index] for index in run], out=sink[rows])
 
     def expert_rows(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The first input of all expert rows, copied: later passes overwrite the received rows."""
@@ -116,7 +144,7 @@ class ExpertPass:
         """Receives all results. They are sent while the caller computes between `run` and this call."""
         messages = self._plan.messages
         if self._serial:
-            self._p2p_work.mark_ready(len(messages))
+            self._p2p_work.mark_ready(len(self._plan.steps))
         for index, message in enumerate(messages, len(messages)):
             self._p2p_work.wait(index)
             if self._symmetric:
@@ -124,6 +152,11 @@ class ExpertPass:
                 for result, returned in zip(_rows(self.results, sent), _rows(self._returned, sent), strict=True):
                     result.copy_(returned)
         self._p2p_work.wait_all()
+
+
+def _is_one_run(step: ExpertStep) -> bool:
+    """Whether the received rows of a step follow one another by expert: those of one message or of one expert."""
+    return all(first + segment.rows == following for (segment, first), (_, following) in pairwise(step.received))
 
 
 def _rows(tensors: Rows, rows: slice) -> Rows:

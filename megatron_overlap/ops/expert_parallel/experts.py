@@ -1,6 +1,7 @@
 """The MLPs of the experts of one rank, computed in pieces of rows."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,13 +57,20 @@ class MLPExperts:
         return tuple(each.weight for each in (*self.fc1, *self.fc2))
 
     def forward(
-        self, expert: int, whole: int, x: torch.Tensor, probs: torch.Tensor, y: torch.Tensor, *, keep_output: bool
+        self,
+        rows: Segments,
+        whole: Sequence[int],
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        keep_output: bool,
     ) -> Activated:
-        """Writes `y` of some of the `whole` rows of an expert."""
-        hidden, probs = _mm(x, self.fc1[expert].weight.t(), whole), probs.clone()
+        """Writes `y` of some rows, which follow one another; an expert has `whole` rows in all."""
+        hidden, probs = _mm_by_expert(x, [each.weight.t() for each in self.fc1], rows, whole), probs.clone()
         activated = self._activate(hidden, probs) if keep_output else Activated(hidden, probs, None)
         output = self.activation(hidden, probs) if activated.output is None else activated.output.detach()
-        _mm(output, self.fc2[expert].weight.t(), whole, out=y)
+        _mm_by_expert(output, [each.weight.t() for each in self.fc2], rows, whole, out=y)
         return activated
 
     def _activate(self, hidden: torch.Tensor, probs: torch.Tensor) -> Activated:
@@ -70,22 +78,33 @@ class MLPExperts:
         with torch.enable_grad():
             return Activated(*leaves, self.activation(*leaves))
 
-    def dgrad(self, expert: int, whole: int, activated: Activated, dy: torch.Tensor, *sinks: torch.Tensor) -> None:
-        """Writes to `sinks` of some rows: `dhidden`, the output of the activation, `dx` and `dprobs`."""
-        dhidden, output, dx, dprobs = sinks
-        grad = _mm(dy, self.fc2[expert].weight, whole)
+    def dgrad(
+        self,
+        rows: Segments,
+        whole: Sequence[int],
+        activated: Activated,
+        dy: torch.Tensor,
+        dhidden: torch.Tensor,
+        output: torch.Tensor,
+        dx: torch.Tensor,
+        dprobs: torch.Tensor,
+    ) -> None:
+        """Writes `dx` and `dprobs` of some rows and, at their place among all rows, `dhidden` and the activation."""
+        grad = _mm_by_expert(dy, [each.weight for each in self.fc2], rows, whole)
         if activated.output is None:
             activated = self._activate(activated.hidden, activated.probs)
         assert activated.output is not None
         leaves = activated.hidden, activated.probs
         # A second backward pass through a retained graph needs this one again.
-        gradients = torch.autograd.grad(
+        of_hidden, of_probs = torch.autograd.grad(
             activated.output, leaves, grad, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        for sink, gradient in zip((dhidden, dprobs), gradients, strict=True):
-            sink.copy_(gradient)
-        output.copy_(activated.output.detach())
-        _mm(dhidden, self.fc1[expert].weight, whole, out=dx)
+        dprobs.copy_(of_probs)
+        sizes = [segment.rows for segment in rows]
+        for sink, value in ((dhidden, of_hidden), (output, activated.output.detach())):
+            for segment, part in zip(rows, value.split(sizes), strict=True):
+                sink[segment.start : segment.stop] = part
+        _mm_by_expert(of_hidden, [each.weight for each in self.fc1], rows, whole, out=dx)
 
     def wgrad(
         self,
@@ -113,6 +132,27 @@ class MLPExperts:
             if gradient is not None:
                 gradient.add(grad[rows.start : rows.stop], value[rows.start : rows.stop])
         return gradients
+
+
+def _mm_by_expert(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    rows: Segments,
+    whole: Sequence[int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the rows of `a` times the weight of their expert, in `out` if given."""
+    counts = Counter[int]()
+    for segment in rows:
+        counts[segment.expert] += segment.rows
+    if len(counts) == 1:
+        (expert,) = counts
+        return _mm(a, weights[expert], whole[expert], out)
+    out = a.new_empty(a.shape[0], weights[0].shape[1]) if out is None else out
+    sizes = list(counts.values())
+    for expert, some, into in zip(counts, a.split(sizes), out.split(sizes), strict=True):
+        _mm(some, weights[expert], whole[expert], into)
+    return out
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, whole: int, out: torch.Tensor | None = None) -> torch.Tensor:

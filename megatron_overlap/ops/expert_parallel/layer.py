@@ -12,7 +12,7 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer, transport_for, unobserved
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.ops.expert_parallel.experts import Activated, MLPExperts
-from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segment, expert_plan
+from megatron_overlap.schedules.expert_parallel import Counts, ExpertPlan, Segments, expert_plan
 from megatron_overlap.schedules.heuristics import MIN_CHUNK_ROWS
 
 
@@ -128,7 +128,7 @@ class _Call:
     needs_grad: bool
     keep_output: bool
     observe: Observer
-    running: list[tuple[ExpertPass, Rows, dict[Segment, Activated]]] = field(default_factory=list)
+    running: list[tuple[ExpertPass, Rows, dict[Segments, Activated]]] = field(default_factory=list)
     """The pass between its two autograd nodes; in backward the tokens that forward received, and what it activated."""
 
     def take(self, name: str, width: int, like: torch.Tensor) -> torch.Tensor:
@@ -138,9 +138,10 @@ class _Call:
     def begin(self, op: str, tokens: Rows, results: Rows) -> ExpertPass:
         return ExpertPass(self.transport, self.plan, op, tokens, results, serial=self.serial)
 
-    def whole(self, segment: Segment) -> int:
-        """All rows of the expert of a segment."""
-        return self.plan.experts[segment.expert].rows
+    @property
+    def whole(self) -> list[int]:
+        """All rows of each expert."""
+        return [segment.rows for segment in self.plan.experts]
 
 
 class _Begin(torch.autograd.Function):
@@ -165,12 +166,10 @@ class _Begin(torch.autograd.Function):
         dx, dprobs = expert_pass.results
         w = experts.fc1[0].weight  # the flight recorder finds the layer by a local variable of this name
         output = call.take("activated", experts.fc2[0].weight.shape[1], dx)
-        dhidden = call.take("dhidden", w.shape[0], dx)
+        dhidden, whole = call.take("dhidden", w.shape[0], dx), call.whole
 
-        def compute(segment: Segment, inputs: Rows, outputs: Rows) -> None:
-            rows = slice(segment.start, segment.stop)
-            given = segment.expert, call.whole(segment), activated.pop(segment), inputs[0]
-            experts.dgrad(*given, dhidden[rows], output[rows], *outputs)
+        def compute(rows: Segments, inputs: Rows, outputs: Rows) -> None:
+            experts.dgrad(rows, whole, activated.pop(rows), inputs[0], dhidden, output, *outputs)
 
         expert_pass.run(compute, fixed_order=call.fixed_order)
         expert_dy = expert_pass.expert_rows(call.take("dy", dx.shape[1], dx))
@@ -189,19 +188,19 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: torch.Tensor, call: _Call) -> torch.Tensor:
         expert_pass, _, activated = call.running.pop()
+        whole = call.whole
 
-        def compute(segment: Segment, inputs: Rows, outputs: Rows) -> None:
-            given = segment.expert, call.whole(segment)
-            made = call.experts.forward(*given, *inputs, *outputs, keep_output=call.keep_output)
+        def compute(rows: Segments, inputs: Rows, outputs: Rows) -> None:
+            made = call.experts.forward(rows, whole, *inputs, *outputs, keep_output=call.keep_output)
             if call.needs_grad:
-                activated[segment] = made
+                activated[rows] = made
 
         expert_pass.run(compute, fixed_order=call.fixed_order)
         ctx.call = call
         # Recomputation expects the saved tensors of a call in one order, whatever the order of arrival.
-        ctx.segments = sorted(activated)
+        ctx.computed = sorted(activated)
         if call.needs_grad:
-            saved = chain.from_iterable(activated[segment] for segment in ctx.segments)
+            saved = chain.from_iterable(activated[rows] for rows in ctx.computed)
             ctx.save_for_backward(expert_pass.expert_rows(), *saved)
         expert_pass.finish()
         call.observe("forward", expert_pass.send_bytes)
@@ -211,7 +210,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         dy, (expert_x, *saved) = grads[0].contiguous(), ctx.saved_tensors
-        activated = dict(zip(ctx.segments, starmap(Activated, batched(saved, 3)), strict=True))
+        activated = dict(zip(ctx.computed, starmap(Activated, batched(saved, 3)), strict=True))
         results = torch.empty_like(dy), dy.new_empty(call.plan.num_tokens, dtype=call.probs_dtype)
         call.running.append((call.begin("expert_parallel dgrad", (dy,), results), (expert_x,), activated))
         return dy.new_empty(0), None

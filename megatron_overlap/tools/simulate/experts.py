@@ -1,17 +1,18 @@
 """A layer of experts on one rank: dispatch, expert MLPs and combine, in the order of the stock path or of the plugin.
 
 Every rank has as many tokens for each expert. The stock path computes the local experts as one grouped GEMM. The plugin
-computes the pieces of `schedules.expert_parallel`, a GEMM for each piece and linear layer, and the weight gradients of
-whole experts. Shared experts are computed before dispatch, by the plugin during dispatch.
+computes the steps of `schedules.expert_parallel`, a GEMM for each step, expert and linear layer, and the weight
+gradients of whole experts. Shared experts are computed before dispatch, by the plugin during dispatch.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
+from megatron_overlap.schedules.expert_parallel import ExpertStep, Segments, expert_plan
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
@@ -56,11 +57,17 @@ class ExpertLayer:
         return gemms + self.activation_us(rows, backward=backward)
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
-        """Rows of a chunk: output, or input gradient."""
-        return sum(
-            sum(self._gemms_us(segment.rows, backward)) + self.activation_us(segment.rows, backward=backward)
-            for segment in segments
-        )
+        """Rows of a step or of an own piece: output, or input gradient."""
+        by_expert = Counter[int]()
+        for segment in segments:
+            by_expert[segment.expert] += segment.rows
+        gemms_us = sum(sum(self._gemms_us(rows, backward)) for rows in by_expert.values())
+        return gemms_us + self.activation_us(by_expert.total(), backward=backward)
+
+    def gathered_us(self, step: ExpertStep) -> float:
+        """Received rows gathered by expert, and results put back, where a step has several messages and experts."""
+        rows = sum(segment.rows for segment, _ in step.received)
+        return self.moved_us(4 * rows) if len(step.messages) > 1 and self.experts.local > 1 else 0.0
 
     def wgrad_us(self) -> float:
         """The weight gradients of one whole expert."""
@@ -129,28 +136,39 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     near = min(experts.parallel, model.profile.devices_per_node)
     steps = Stream()
 
-    def send(index: int, segments: Segments, peer: int, *, dispatch: bool) -> int:
-        num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
-        peer_link = model.link(near) if peer < near else link
-        stretch = link.copy_rate / peer_link.copy_rate
-        if not on_device:
-            return steps.send(Transfer(float(num_bytes), stretch=stretch))
-        if mover == "copy":
-            # Probabilities are copies too. The first copy to each peer waits until its buffer is free.
-            queued_us = model.queued_us(link, mover, 1 + (index < others), 1 + (dispatch != backward))
-        else:
-            queued_us = model.queued_us(peer_link, mover)
-        return steps.send(Transfer(float(num_bytes), 0, None, stretch, 0.0, queued_us, mover))
+    def send(step: ExpertStep, *, dispatch: bool) -> list[int]:
+        """Sends the messages of a step, one call of NCCL or of the copy engines."""
+        numbers = []
+        for k, message in ((k, plan.messages[k]) for k in step.messages):
+            segments, peer = (message.sent, message.to) if dispatch else (message.received, message.source)
+            num_bytes = sum(segment.rows for segment in segments) * layer.hidden * model.item_bytes
+            peer_link, opens_call = model.link(near) if peer < near else link, k == step.messages[0]
+            stretch, queued_us = link.copy_rate / peer_link.copy_rate, 0.0
+            if not on_device:
+                numbers.append(steps.send(Transfer(float(num_bytes), stretch=stretch)))
+                continue
+            if mover == "copy":
+                # Probabilities are copies too. The first copy to each peer waits until its buffer is free.
+                queued_us = model.queued_us(link, mover, 1 + (k < others), 1 + (dispatch != backward))
+                if not opens_call:
+                    queued_us += link.further_us - (link.copy_us or 0.0)
+            elif opens_call:
+                queued_us = model.queued_us(peer_link, mover)
+            call = Transfer(float(num_bytes), 0, None, stretch, 0.0, queued_us, mover, num_messages=int(opens_call))
+            numbers.append(steps.send(call))
+        return numbers
 
-    for index, message in enumerate(plan.messages):
-        send(index, message.sent, message.to, dispatch=True)
+    for step in plan.steps:
+        send(step, dispatch=True)
     steps.compute(filler_us)
-    own, combined = list(plan.own), []
-    for index, message in enumerate(plan.messages):
-        while len(plan.own) - len(own) < message.own_before:
+    own, combined = list(plan.own), list[int]()
+    for step in plan.steps:
+        while len(plan.own) - len(own) < step.own_before:
             steps.compute(layer.pieces_us(own.pop(0).rows, backward=backward))
-        steps.compute(flag_us + layer.pieces_us(message.received, backward=backward), index)
-        combined.append(send(index, message.received, message.source, dispatch=False))
+        segments = tuple(segment for segment, _ in step.received)
+        rows_us = layer.pieces_us(segments, backward=backward) + layer.gathered_us(step)
+        steps.compute(len(step.messages) * flag_us + rows_us, *step.messages)
+        combined += send(step, dispatch=False)
     for piece in own:
         steps.compute(layer.pieces_us(piece.rows, backward=backward))
     steps.compute(layer.moved_us(2 * layer.rows))  # the rows in order of the experts

@@ -16,7 +16,7 @@ from megatron_overlap.ops import ExpertOptions, MLPExperts, expert_parallel
 from megatron_overlap.ops.call import Projection
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.schedules import expert_parallel as schedule
-from megatron_overlap.schedules.expert_parallel import Segment, expert_plan
+from megatron_overlap.schedules.expert_parallel import Segments, expert_plan
 from tests.comm.copy_engines import EngineBackend
 from tests.comm.copy_protocol import RecordedBackend, RecordedQueue, Recording, explore, ordered, play
 from tests.comm.device import Recorder
@@ -105,10 +105,10 @@ def record(calls: list[Routing], device: str = "cpu", *, fixed_order: bool = Tru
     return Recorded(queues, [backend.one_hardware_queue() for backend in backends], found, expected)
 
 
-@pytest.fixture(params=[16, 2, 1], ids=["alone", "two calls", "one call"])
-def max_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most calls of each direction. Groups of up to 17 ranks have one for each message."""
-    monkeypatch.setattr(schedule, "MAX_CALLS", request.param)
+@pytest.fixture(params=[6, 2, 1], ids=["alone", "two steps", "one step"])
+def max_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most steps of a pass. Groups of up to four ranks have one for each message."""
+    monkeypatch.setattr(schedule, "MAX_STEPS", request.param)
 
 
 def test_every_order_of_a_call() -> None:
@@ -116,20 +116,20 @@ def test_every_order_of_a_call() -> None:
     assert explore(record([few, to_first]).queues, reduced=True) > 100
 
 
-@pytest.mark.usefixtures("max_calls")
+@pytest.mark.usefixtures("max_steps")
 @pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_order_of_calls_with_other_routings(size: int, fixed_order: bool) -> None:
     ordered(record(routings(size), fixed_order=fixed_order).queues)
 
 
-@pytest.mark.usefixtures("max_calls")
+@pytest.mark.usefixtures("max_steps")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_one_hardware_queue_has_no_deadlock(size: int) -> None:
     ordered(record(routings(size), "cuda").hardware_queues)
 
 
-@pytest.mark.usefixtures("max_calls")
+@pytest.mark.usefixtures("max_steps")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [2, 3])
 def test_results_in_a_random_order(size: int, seed: int) -> None:
@@ -166,7 +166,7 @@ def _played(size: int, rows: int, hidden: int) -> list[Recorder]:
             x, w = (torch.empty(n, hidden, device="cuda", dtype=torch.bfloat16) for n in (plan.num_tokens, hidden))
             tokens, results = (x, torch.empty(plan.num_tokens, device="cuda")), (torch.empty_like(x),)
 
-            def compute(segment: Segment, inputs: Rows, outputs: Rows, w: torch.Tensor = w) -> None:
+            def compute(segments: Segments, inputs: Rows, outputs: Rows, w: torch.Tensor = w) -> None:
                 torch.mm(torch.mm(inputs[0], w), w, out=outputs[0])
 
             device.ops.clear()  # the operations of the transport's creation
@@ -185,8 +185,8 @@ def test_one_hardware_queue_overlaps_as_eight_do(hidden: int) -> None:
     one, eight = (makespan(devices, GPU, connections=number) for number in (1, None))
     work = sum(op.seconds for op in devices[0].ops if op.kind == "work")
     copies = [op.seconds for op in devices[0].ops if op.kind == "copy"]
-    # Rows and weights of dispatch, rows of combine: one call each, whatever the number of experts.
-    assert len(copies) == 2 * 7
+    # Rows and weights of dispatch, rows of combine: one call in each step, whatever the number of experts.
+    assert len(copies) == 2 * 4
     assert one <= 1.05 * eight
     assert one <= 1.05 * max(work, sum(copies)) + max(copies)
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_overlap.ops import MLPExperts
 from megatron_overlap.ops.call import Projection
+from megatron_overlap.schedules.expert_parallel import Segment
 
 
 class GemmRows(TorchDispatchMode):
@@ -38,7 +39,7 @@ def computed_rows(rows: int, whole: int, dtype: torch.dtype) -> list[int]:
         torch.full((rows, 8), float("nan")).to(dtype),
     )
     with GemmRows() as gemms:
-        experts.forward(0, whole, x, probs, y, keep_output=False)
+        experts.forward((Segment(0, 0, rows),), [whole], x, probs, y, keep_output=False)
     reference = (x.double() @ fc1.weight.double().t() * probs[:, None]) @ fc2.weight.double().t()
     torch.testing.assert_close(y.double(), reference, rtol=0.02, atol=1e-3)
     return gemms.rows
