@@ -8,10 +8,6 @@ from typing import Literal, NamedTuple
 Small = Literal["first", "last", "both"]
 """Which parts of a slice are small: those whose message or GEMM is exposed."""
 
-MAX_CALLS = 16
-"""Most calls that carry one message to each peer. The messages of a call arrive together. With 32 ranks and
-20 us a call, the forward of a layer of experts takes 0.96 of the time with a call each (device model)."""
-
 
 class Chunk(NamedTuple):
     """Content of one message: sub-slice `part` of the shard of rank `owner`."""

@@ -16,7 +16,10 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Literal, NamedTuple, Self
 
 from megatron_overlap.schedules.gather_scatter import check_rank
-from megatron_overlap.schedules.plan import MAX_CALLS, Chunk, Message, _cut, check_positive
+from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
+
+MAX_CALLS = 16
+"""Most calls of NCCL for the first group of heads. The messages of a call arrive together."""
 
 Run = tuple[int, int]
 """Start and stop."""

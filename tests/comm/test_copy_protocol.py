@@ -257,7 +257,8 @@ def test_every_order_of_calls_of_several_messages(size: int) -> None:
 
 def test_a_call_waits_for_the_work_of_all_its_messages() -> None:
     """Also where a wait sends the messages before it at once."""
-    transport, rows = CopyTransport(RecordedBackend(0, 3, {}, "cuda")), torch.zeros(4, 64)
+    backend = RecordedBackend(0, 3, {}, "cuda")
+    transport, rows = CopyTransport(backend), torch.zeros(4, 64)
     received = transport.buffer_pool.take("received", (4, 64), rows, symmetric=True).split(2)
     chunk = Chunk(0, 0)
     work = transport.begin(
@@ -271,8 +272,11 @@ def test_a_call_waits_for_the_work_of_all_its_messages() -> None:
     work.wait(0)
     sent: Any = transport.queues.sending
     assert not any(step.writes for step in sent.steps)
+    backend.computing.write(rows, 0, 1)
+    end = backend.computing.mark()
     work.mark_ready(2)
     assert [len(step.writes) for step in sent.steps if step.writes] == [2]
+    assert [step.follows for step in sent.steps if step.follows] == [end]
 
 
 def test_a_wait_for_several_messages_sends_before() -> None:

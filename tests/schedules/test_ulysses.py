@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules.plan import MAX_CALLS
-from megatron_overlap.schedules.ulysses import AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
+from megatron_overlap.schedules.ulysses import MAX_CALLS, AllToAllPlan, HeadLayout, SequenceLayout, ulysses_plan
 from tests.schedules.verify import ScheduleError
 from tests.schedules.verify_ulysses import check_all_to_all
 
