@@ -225,4 +225,6 @@ class _MovedRows:
         firsts = [(key, move.at - first_received[move.to], move.rows) for move, key in numbered]
         received = Rows(y, {key: slice(first, first + rows) for key, first, rows in firsts})
         plan = rebalance_messages(moves)
-        return RowMessages(self._transport, {0: plan}, Rows(x, sent), received, after_work, moves, name)
+        # Results of other transports than copies arrive in a new tensor.
+        of = moves if self._transport.prepares or y is self._received else None
+        return RowMessages(self._transport, {0: plan}, Rows(x, sent), received, after_work, of, name)

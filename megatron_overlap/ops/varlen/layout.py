@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from megatron_overlap.comm import P2PWork, Transport
+from megatron_overlap.comm import BufferPool, P2PWork, Transport
 from megatron_overlap.comm.symmetric.heap import MAX_FLAGS
 from megatron_overlap.comm.transport import Exchange, Repeated, Transfer, TransportError
 from megatron_overlap.ops.call import repeated
@@ -110,8 +110,7 @@ class RowMessages:
     """The messages of `MessagePlan`s that one rank sends and receives, posted as one operation.
 
     A transport that `prepares` copies rows from where they are computed to where they are used, into symmetric buffers:
-    inside a host no path is faster, and a proxy would forward only after its earlier computation. It keeps the prepared
-    steps of the last plans.
+    inside a host no path is faster, and a proxy would forward only after its earlier computation.
 
     Attributes:
         num_bytes: bytes that this rank sends, including those that it forwards as a proxy.
@@ -125,7 +124,7 @@ class RowMessages:
         sent: Rows,
         received: Rows,
         after_work: Mapping[Key, int],
-        of: object,
+        of: object | None,
         name: str,
     ) -> None:
         """Posts the messages.
@@ -135,13 +134,14 @@ class RowMessages:
             sent: `[rows, ...]` that this rank sends without having received them.
             received: buffer `[rows, ...]` for the rows that it receives; a symmetric one has the places of all ranks.
             after_work: number of `mark_ready` units that must be done before a message leaves; absent means 0.
-            of: the object from which plans and keys are derived, the same one in each layer.
+            of: the object from which plans and keys are derived, the same one in each layer, whose transfers of the
+                last call are used again; None if `received` is another tensor in each call.
 
         Raises:
             TransportError: copies have too few flags for the messages between two ranks.
         """
         build = partial(_Transfers, transport, plans, sent.places, received, after_work, name)
-        transfers = repeated(transport, (of, received.tensor), build, name) if transport.prepares else build()
+        transfers = build() if of is None else repeated(transport, (of, received.tensor), build, name)
         self.num_bytes, self._numbers = transfers.num_bytes, transfers.numbers
         self.received = [index for _, index in transfers.numbers]
         self._p2p_work: P2PWork = transport.begin(Exchange(transfers, sent.tensor), name)
@@ -168,7 +168,7 @@ class _Transfers(Repeated):
         after_work: Mapping[Key, int],
         name: str,
     ) -> None:
-        self._rank, self._size, self._pool = transport.rank, transport.size, transport.buffer_pool
+        self._rank = transport.rank
         self._sent, self._received, self._after_work, self._name = sent, received, after_work, name
         self._nothing, self._chunk = received.tensor.new_empty(0), Chunk(transport.rank, 0)
         self._row_bytes = received.tensor.itemsize * received.tensor.shape[1:].numel()
@@ -178,7 +178,7 @@ class _Transfers(Repeated):
         if transport.prepares:
             self._add_direct(plans)
         else:
-            self._add_rounds(plans)
+            self._add_rounds(plans, transport.buffer_pool)
 
     def build(self, own: torch.Tensor | None) -> list[Transfer]:
         assert own is not None
@@ -228,14 +228,14 @@ class _Transfers(Repeated):
                 posted = Message(chunk, to, chunk, to, self._after_work.get(key, 0))
                 self._all.append((posted, self._own_rows(key, message.start, message.stop), nothing, lands))
 
-    def _add_rounds(self, plans: Mapping[int, MessagePlan]) -> None:
+    def _add_rounds(self, plans: Mapping[int, MessagePlan], buffer_pool: BufferPool) -> None:
         """Adds the messages of this rank round by round. NCCL carries those of one round in one call."""
         rank, chunk, nothing, tags = self._rank, self._chunk, self._nothing, Counter[tuple[int, int]]()
         own = sorted(
             (plan.messages[index].round, number, index) for number, plan in plans.items() for index in plan.of(rank)
         )
         messages = {(number, index): plans[number].messages[index] for _, number, index in own}
-        passed = self._passed_rows(messages)
+        passed = self._passed_rows(messages, buffer_pool)
         for call, number, index in own:
             message = messages[number, index]
             source, to = message.source, message.to
@@ -263,12 +263,12 @@ class _Transfers(Repeated):
             self._all.append((posted, sent, nothing, None))
 
     def _passed_rows(
-        self, messages: Mapping[tuple[int, int], message_order.Message]
+        self, messages: Mapping[tuple[int, int], message_order.Message], buffer_pool: BufferPool
     ) -> dict[tuple[int, int], torch.Tensor]:
         """Memory for the rows that this rank receives as a proxy."""
         passed = [key for key, message in messages.items() if message.to == self._rank and not message.is_final]
         if not passed:
             return {}
         sizes = [messages[key].stop - messages[key].start for key in passed]
-        rows = self._pool.take(f"{self._name} proxy", (sum(sizes), *self._received.tensor.shape[1:]), self._nothing)
+        rows = buffer_pool.take(f"{self._name} proxy", (sum(sizes), *self._received.tensor.shape[1:]), self._nothing)
         return dict(zip(passed, rows.split(sizes), strict=True))

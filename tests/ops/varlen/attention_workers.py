@@ -13,6 +13,7 @@ from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import balanced_attention
 from megatron_overlap.ops.flash_attention import Attended, Mask, partial_backward, partial_forward
 from megatron_overlap.ops.reference import gather, own_rows
+from megatron_overlap.ops.varlen import layout
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import rebalance_to_linear
 from megatron_overlap.schedules.varlen.ring_groups import Passing
@@ -220,3 +221,26 @@ def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def repeated_layers(group: dist.ProcessGroup, case: Case) -> tuple[int, int]:
+    """Operations whose transfers a third layer builds, and tensors other than buffers that are held for a fourth one."""
+    transport, built = transport_of(group), list[str]()
+    make = layout._Transfers.__init__
+
+    def noted(self: Any, transport: Any, *args: Any) -> None:
+        built.append(args[-1])
+        make(self, transport, *args)
+
+    pool = transport.buffer_pool
+    pool.forget()
+    layout._Transfers.__init__ = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(3):  # buffers grow in the first one
+            first = len(built)
+            run(balanced_attention, make_batch(group, case, 0, 1), case.plan, group=group, layout=case.layout)
+    finally:
+        layout._Transfers.__init__ = make  # type: ignore[method-assign]
+    buffers = {each.untyped_storage().data_ptr() for each in pool._storage.values()}
+    held = [each for of, _ in pool.derived.values() for each in of if isinstance(each, torch.Tensor)]
+    return len(built) - first, sum(each.untyped_storage().data_ptr() not in buffers for each in held)

@@ -126,6 +126,14 @@ def test_results_do_not_depend_on_the_arrival_order(world: World, passing: Passi
         assert world.run(4, workers.is_deterministic, case) == [True] * 4
 
 
+def test_layers_share_their_transfers(world: World) -> None:
+    """But for the results of the linear layout, which leave in a new tensor of each layer."""
+    plan = UNEVEN["pass_q"]
+    assert world.run(4, workers.repeated_layers, Case(plan)) == [(0, 0)] * 4
+    found = world.run(4, workers.repeated_layers, Case(UNEVEN["whole_documents"], layout="linear"))
+    assert found == [(2, 0)] * 4
+
+
 def test_several_passes(world: World) -> None:
     plan = partition([50, 30, 20, 10, 40, 9], Topology(1, 2), capacity=30, cost=SLOW_LINEAR)
     assert len(plan.passes) > 1
