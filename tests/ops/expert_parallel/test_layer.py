@@ -130,3 +130,17 @@ def test_wrong_arguments(world: World) -> None:
 @pytest.mark.parametrize("options", [None, ExpertOptions(1), ExpertOptions(5, 64, 0.2, fixed_order=True), SERIAL])
 def test_options(world: World, options: ExpertOptions | None) -> None:
     world.run(3, workers.compare_with_reference, ExpertCase(options=options, seed=7))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("experts", [1, 3])
+def test_eight_ranks_compute_the_rows_of_two_ranks_in_a_step(experts: int) -> None:
+    eight = World(8, sizes=(8,))
+    try:
+        for kind in get_args(Kind):
+            for options in (None, ExpertOptions(fixed_order=True)):
+                eight.run(8, workers.compare_with_reference, ExpertCase(kind, experts, options=options))
+        for dtype in (torch.float32, torch.bfloat16):
+            eight.run(8, workers.compare_rounding, ExpertCase(experts=experts, dtype=dtype, options=None))
+    finally:
+        eight.close()
