@@ -27,8 +27,11 @@ the first and the last message, so more chunks hide little, and each reads the w
 256 rows a forward takes 0.82 of the time with 8 of 128, forward + backward 0.96 (two CPU hosts, bf16, AMX)."""
 MAX_STEPS = 6
 """Largest number of steps of a pass. A step of few rows needs as many kernels and weights as one of many, and its GEMMs
-leave most of a GPU idle. On H100s, simulated, EP16 of Qwen3-30B-A3B takes 0.81 of the stock time with 6 steps and 1.00
-with a step for each of 15 messages, EP64 of `configs/gpu/deepseek_v3_like_pp10_ep64` 0.67 and 0.84."""
+leave most of a GPU idle. On H100s, simulated, EP16 of Qwen3-30B-A3B takes 0.82 of the stock time with 5 steps and 1.00
+with a step for each of 15 messages, EP64 of `configs/gpu/deepseek_v3_like_pp10_ep64` 0.67 with 6 steps and 0.84."""
+FEW_ROWS = 512
+"""Rows of an expert from one rank: a step with fewer on average gathers the rows of its messages by expert. GEMMs of
+more rows fill a GPU, and the copies take longer than larger GEMMs save (simulated H100s)."""
 MIN_PIECE_ROWS = 64
 """Smallest value of `min_rows`. A GEMM of fewer rows is slow and may round differently."""
 
@@ -89,17 +92,26 @@ class ExpertMessage:
         return _rows(self.received)
 
 
+type Group = tuple[tuple[Segment, int], ...]
+"""Received segments, each with its first row among the received rows; sorted by expert and row."""
+
+
+def is_one_run(group: Group) -> bool:
+    """Whether the rows of a group follow one another by expert among the received rows, as those of one message do."""
+    return all(first + segment.rows == following for (segment, first), (_, following) in pairwise(group))
+
+
 class ExpertStep(NamedTuple):
     """Messages whose received rows are computed together. NCCL carries them in one call, and their results in another.
 
     Attributes:
         messages: their numbers.
-        received: their expert rows, each segment with its first row among the received rows; sorted by expert and row.
+        received: their expert rows, in groups that one GEMM for each expert computes.
         own_before: own pieces that are computed before this step.
     """
 
     messages: range
-    received: tuple[tuple[Segment, int], ...]
+    received: tuple[Group, ...]
     own_before: int
 
 
@@ -116,7 +128,8 @@ class ExpertPlan:
 
     Tokens are sorted by rank and local expert of their destination. Expert rows are sorted by local expert, and for
     each expert by source rank. Received rows are those of other ranks, the next rank first: in order of the tokens
-    there, so that a chunk is one piece of memory on both ranks, and the chunks of a step follow one another.
+    there, so that a chunk is one piece of memory on both ranks. If each pair of ranks has one chunk, those of a step
+    follow one another, the last message first.
 
     Attributes:
         num_tokens: rows that this rank sends, with its own rows.
@@ -238,12 +251,20 @@ def expert_plan(
     arriving = [sum(messages[k].num_received for k in each) for each in numbers]
     before = _own_before(arriving, own_rows, compute_per_message, filler_rows)
     steps = [
-        ExpertStep(each, tuple(sorted(chain.from_iterable(_placed(messages[k]) for k in each), key=_by_expert)), count)
+        ExpertStep(each, _grouped([messages[k] for k in each]), count)
         for each, count in zip(numbers, before, strict=True)
     ]
     experts = tuple(map(Segment, range(num_experts), rows[0], rows[0][1:]))
     sizes = bounds[-1], num_received, most_tokens, most_received
     return ExpertPlan(num_ranks, rank, *sizes, experts, tuple(messages), tuple(steps), own)
+
+
+def _grouped(messages: Sequence[ExpertMessage]) -> tuple[Group, ...]:
+    """The received rows of a step: one group, or one for each message if that saves copies of many rows."""
+    groups = [tuple(_placed(message)) for message in messages if message.received]
+    pieces = tuple(sorted(chain.from_iterable(groups), key=lambda piece: (piece[0].expert, piece[1])))
+    rows = sum(segment.rows for segment, _ in pieces)
+    return (pieces,) if rows < FEW_ROWS * len(pieces) or (pieces and is_one_run(pieces)) else tuple(groups)
 
 
 def _placed(message: ExpertMessage) -> Iterator[tuple[Segment, int]]:
@@ -252,11 +273,6 @@ def _placed(message: ExpertMessage) -> Iterator[tuple[Segment, int]]:
     for segment in message.received:
         yield segment, first
         first += segment.rows
-
-
-def _by_expert(placed: tuple[Segment, int]) -> tuple[int, int]:
-    segment, first = placed
-    return segment.expert, first
 
 
 def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:

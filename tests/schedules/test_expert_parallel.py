@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules.expert_parallel import MAX_STEPS, ExpertPlan, Segment, expert_plan, max_parts
+from megatron_overlap.schedules.expert_parallel import FEW_ROWS, MAX_STEPS, ExpertPlan, Segment, expert_plan, max_parts
 from tests.schedules.verify import ScheduleError
 from tests.schedules.verify_expert_parallel import check_expert_plans
 
@@ -108,6 +108,13 @@ def test_chunks_are_balanced_and_keep_small_groups_whole() -> None:
         assert plan.messages[0].sent == (Segment(0, 0, stop),)
 
 
+@pytest.mark.parametrize(("experts", "rows", "groups"), [(2, FEW_ROWS - 1, 1), (2, FEW_ROWS, 2), (1, 4096, 1)])
+def test_a_step_gathers_few_rows(experts: int, rows: int, groups: int) -> None:
+    """Rows of one expert follow one another, and need no copies."""
+    plan = plans([[[rows] * experts] * 8] * 8)[1]
+    assert [len(step.received) for step in plan.steps] == [groups] * 3 + [1]
+
+
 def test_own_rows_fill_both_ends() -> None:
     routing = [[[1024], [1024]], [[1024], [1024]]]
     before = {
@@ -158,12 +165,14 @@ def _damage(plan: ExpertPlan) -> list[ExpertPlan]:
             damaged.append(dataclasses.replace(plan, messages=messages))
         damaged.append(dataclasses.replace(plan, messages=(*plan.messages[:index], *plan.messages[index + 1 :])))
     for index, step in enumerate(plan.steps):
-        (segment, first), *others = step.received
+        ((segment, first), *others), *groups = step.received
         changed_steps = [
             step._replace(messages=step.messages[1:]),
-            step._replace(received=tuple(others)),
-            step._replace(received=((segment, first + 1), *others)),
+            step._replace(received=(tuple(others), *groups)),
+            step._replace(received=(((segment, first + 1), *others), *groups)),
         ]
+        if others:
+            changed_steps.append(step._replace(received=((*others, (segment, first)), *groups)))
         for changed_step in changed_steps:
             steps = (*plan.steps[:index], changed_step, *plan.steps[index + 1 :])
             damaged.append(dataclasses.replace(plan, steps=steps))

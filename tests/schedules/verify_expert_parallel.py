@@ -104,9 +104,11 @@ def _check_steps(plan: ExpertPlan) -> None:
             for segment in message.received:
                 placed.append((segment, first))
                 first += segment.rows
-        placed.sort(key=lambda each: (each[0].expert, each[1]))
-        if placed != list(step.received):
-            raise ScheduleError(f"rank {plan.rank}, step {number}: {step.received}: must be {placed}")
+        if sorted(placed) != sorted(piece for group in step.received for piece in group):
+            raise ScheduleError(f"rank {plan.rank}, step {number}: {step.received}: must have {placed}")
+        for group in step.received:
+            if list(group) != sorted(group, key=lambda piece: (piece[0].expert, piece[1])):
+                raise ScheduleError(f"rank {plan.rank}, step {number}: {group} is not sorted")
 
 
 def _deliver(ranks: list[_Rank], sender: _Rank) -> bool:
@@ -173,7 +175,8 @@ def _compute(rank: _Rank) -> bool:
         return True
     if last or not rank.received.issuperset(plan.steps[done].messages):
         return False
-    _compute_rows(rank, tuple(segment for segment, _ in plan.steps[done].received))
+    for group in plan.steps[done].received:
+        _compute_rows(rank, tuple(segment for segment, _ in group))
     rank.steps_done += 1
     return True
 

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -12,7 +11,15 @@ import torch
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.backend import aligned
 from megatron_overlap.comm.transport import Transfer
-from megatron_overlap.schedules.expert_parallel import ExpertPlan, ExpertStep, OwnPiece, Segment, Segments, joined
+from megatron_overlap.schedules.expert_parallel import (
+    ExpertPlan,
+    Group,
+    OwnPiece,
+    Segment,
+    Segments,
+    is_one_run,
+    joined,
+)
 
 Rows = tuple[torch.Tensor, ...]
 """Tensors with the same number of rows. A message carries the same rows of all of them."""
@@ -78,11 +85,12 @@ class ExpertPass:
     def run(self, compute: Compute, *, fixed_order: bool) -> None:
         """Computes all rows, with `fixed_order` the own pieces where the plan places them.
 
-        Otherwise one is computed whenever the next chunk is not received, which needs a transport that can report it.
+        Otherwise one is computed whenever messages of the next step are not received, which needs a transport that can
+        report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
-        apart = [step for step in plan.steps if not _is_one_run(step)]
-        most = max((sum(segment.rows for segment, _ in step.received) for step in apart), default=0)
+        apart = [group for step in plan.steps for group in step.received if not is_one_run(group)]
+        most = max((sum(segment.rows for segment, _ in group) for group in apart), default=0)
         gathered, computed = self._take("gathered", self._tokens, most), self._take("computed", self.results, most)
         done = 0
         for number, step in enumerate(plan.steps):
@@ -93,7 +101,8 @@ class ExpertPass:
                 done += 1
             if step.received:
                 p2p_work.wait(*(index for index in step.messages if plan.messages[index].received))
-                self._compute_step(step, compute, gathered, computed)
+            for group in step.received:
+                self._compute_group(group, compute, gathered, computed)
             if not self._serial:
                 p2p_work.mark_ready(number + 1)
         for piece in plan.own[done:]:
@@ -105,13 +114,13 @@ class ExpertPass:
         tokens = _tokens(piece.tokens)
         compute(piece.rows, _rows(self._tokens, tokens), _rows(self.results, tokens))
 
-    def _compute_step(self, step: ExpertStep, compute: Compute, gathered: Rows, computed: Rows) -> None:
-        """Computes the rows of a step. Those of several messages are gathered by expert, and the results put back."""
-        pieces = [(segment, slice(first, first + segment.rows)) for segment, first in step.received]
+    def _compute_group(self, group: Group, compute: Compute, gathered: Rows, computed: Rows) -> None:
+        """Computes received rows. Those of several messages are gathered by expert, and the results put back."""
+        pieces = [(segment, slice(first, first + segment.rows)) for segment, first in group]
         for segment, rows in pieces:
             self._inputs[segment] = self._received[0][rows]
         segments = joined(segment for segment, _ in pieces)
-        if _is_one_run(step):
+        if is_one_run(group):
             rows = slice(pieces[0][1].start, pieces[-1][1].stop)
             compute(segments, _rows(self._received, rows), _rows(self._outputs, rows))
             return
@@ -152,11 +161,6 @@ class ExpertPass:
                 for result, returned in zip(_rows(self.results, sent), _rows(self._returned, sent), strict=True):
                     result.copy_(returned)
         self._p2p_work.wait_all()
-
-
-def _is_one_run(step: ExpertStep) -> bool:
-    """Whether the received rows of a step follow one another by expert: those of one message or of one expert."""
-    return all(first + segment.rows == following for (segment, first), (_, following) in pairwise(step.received))
 
 
 def _rows(tensors: Rows, rows: slice) -> Rows:

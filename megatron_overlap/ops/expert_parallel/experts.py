@@ -67,10 +67,10 @@ class MLPExperts:
         keep_output: bool,
     ) -> Activated:
         """Writes `y` of some rows, which follow one another; an expert has `whole` rows in all."""
-        hidden, probs = _mm_by_expert(x, [each.weight.t() for each in self.fc1], rows, whole), probs.clone()
+        hidden, probs = _mm_by_expert(x, self.fc1, rows, whole, transposed=True), probs.clone()
         activated = self._activate(hidden, probs) if keep_output else Activated(hidden, probs, None)
         output = self.activation(hidden, probs) if activated.output is None else activated.output.detach()
-        _mm_by_expert(output, [each.weight.t() for each in self.fc2], rows, whole, out=y)
+        _mm_by_expert(output, self.fc2, rows, whole, transposed=True, out=y)
         return activated
 
     def _activate(self, hidden: torch.Tensor, probs: torch.Tensor) -> Activated:
@@ -90,7 +90,7 @@ class MLPExperts:
         dprobs: torch.Tensor,
     ) -> None:
         """Writes `dx` and `dprobs` of some rows and, at their place among all rows, `dhidden` and the activation."""
-        grad = _mm_by_expert(dy, [each.weight for each in self.fc2], rows, whole)
+        grad = _mm_by_expert(dy, self.fc2, rows, whole)
         if activated.output is None:
             activated = self._activate(activated.hidden, activated.probs)
         assert activated.output is not None
@@ -104,7 +104,7 @@ class MLPExperts:
         for sink, value in ((dhidden, of_hidden), (output, activated.output.detach())):
             for segment, part in zip(rows, value.split(sizes), strict=True):
                 sink[segment.start : segment.stop] = part
-        _mm_by_expert(of_hidden, [each.weight for each in self.fc1], rows, whole, out=dx)
+        _mm_by_expert(of_hidden, self.fc1, rows, whole, out=dx)
 
     def wgrad(
         self,
@@ -136,22 +136,25 @@ class MLPExperts:
 
 def _mm_by_expert(
     a: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    layers: Sequence[Projection],
     rows: Segments,
     whole: Sequence[int],
+    *,
+    transposed: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the rows of `a` times the weight of their expert, in `out` if given."""
+    """Return the rows of `a` times the weight of their expert, or its transpose, in `out` if given."""
     counts = Counter[int]()
     for segment in rows:
         counts[segment.expert] += segment.rows
+    weights = {each: layers[each].weight.t() if transposed else layers[each].weight for each in counts}
     if len(counts) == 1:
-        (expert,) = counts
-        return _mm(a, weights[expert], whole[expert], out)
-    out = a.new_empty(a.shape[0], weights[0].shape[1]) if out is None else out
+        ((expert, weight),) = weights.items()
+        return _mm(a, weight, whole[expert], out)
+    out = a.new_empty(a.shape[0], weights[rows[0].expert].shape[1]) if out is None else out
     sizes = list(counts.values())
-    for expert, some, into in zip(counts, a.split(sizes), out.split(sizes), strict=True):
-        _mm(some, weights[expert], whole[expert], into)
+    for (expert, weight), some, into in zip(weights.items(), a.split(sizes), out.split(sizes), strict=True):
+        _mm(some, weight, whole[expert], into)
     return out
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules.expert_parallel import ExpertStep, Segments, expert_plan
+from megatron_overlap.schedules.expert_parallel import ExpertStep, Group, Segments, expert_plan, is_one_run
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
@@ -57,17 +57,18 @@ class ExpertLayer:
         return gemms + self.activation_us(rows, backward=backward)
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
-        """Rows of a step or of an own piece: output, or input gradient."""
+        """Rows of a group or of an own piece: output, or input gradient."""
         by_expert = Counter[int]()
         for segment in segments:
             by_expert[segment.expert] += segment.rows
         gemms_us = sum(sum(self._gemms_us(rows, backward)) for rows in by_expert.values())
         return gemms_us + self.activation_us(by_expert.total(), backward=backward)
 
-    def gathered_us(self, step: ExpertStep) -> float:
-        """Received rows gathered by expert, and results put back, where a step has several messages and experts."""
-        rows = sum(segment.rows for segment, _ in step.received)
-        return self.moved_us(4 * rows) if len(step.messages) > 1 and self.experts.local > 1 else 0.0
+    def group_us(self, group: Group, *, backward: bool) -> float:
+        """Received rows; where they are gathered by expert, with the copies of rows and results."""
+        segments = tuple(segment for segment, _ in group)
+        moved = 0 if is_one_run(group) else 4 * sum(segment.rows for segment in segments)
+        return self.pieces_us(segments, backward=backward) + self.moved_us(moved)
 
     def wgrad_us(self) -> float:
         """The weight gradients of one whole expert."""
@@ -165,8 +166,7 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for step in plan.steps:
         while len(plan.own) - len(own) < step.own_before:
             steps.compute(layer.pieces_us(own.pop(0).rows, backward=backward))
-        segments = tuple(segment for segment, _ in step.received)
-        rows_us = layer.pieces_us(segments, backward=backward) + layer.gathered_us(step)
+        rows_us = sum(layer.group_us(group, backward=backward) for group in step.received)
         steps.compute(len(step.messages) * flag_us + rows_us, *step.messages)
         combined += send(step, dispatch=False)
     for piece in own:

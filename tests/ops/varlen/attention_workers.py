@@ -224,7 +224,7 @@ def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
 
 
 def repeated_layers(group: dist.ProcessGroup, case: Case) -> tuple[int, int]:
-    """Operations whose transfers a third layer builds, and tensors other than buffers that are held for a fourth one."""
+    """Operations whose transfers a third layer builds, and tensors beside buffers that are held for a fourth one."""
     transport, built = transport_of(group), list[str]()
     make = layout._Transfers.__init__
 
