@@ -92,17 +92,17 @@ class ExpertMessage:
         return _rows(self.received)
 
 
-type Group = tuple[tuple[Segment, int], ...]
+type RowGroup = tuple[tuple[Segment, int], ...]
 """Received segments, each with its first row among the received rows; sorted by expert and row."""
 
 
-def is_one_run(group: Group) -> bool:
+def is_one_run(group: RowGroup) -> bool:
     """Whether the rows of a group follow one another by expert among the received rows, as those of one message do."""
     return all(first + segment.rows == following for (segment, first), (_, following) in pairwise(group))
 
 
 class ExpertStep(NamedTuple):
-    """Messages whose received rows are computed together. NCCL carries them in one call, and their results in another.
+    """Messages that a rank awaits together, to compute their rows. NCCL carries them in one call, the results in another.
 
     Attributes:
         messages: their numbers.
@@ -111,7 +111,7 @@ class ExpertStep(NamedTuple):
     """
 
     messages: range
-    received: tuple[Group, ...]
+    received: tuple[RowGroup, ...]
     own_before: int
 
 
@@ -259,7 +259,7 @@ def expert_plan(
     return ExpertPlan(num_ranks, rank, *sizes, experts, tuple(messages), tuple(steps), own)
 
 
-def _grouped(messages: Sequence[ExpertMessage]) -> tuple[Group, ...]:
+def _grouped(messages: Sequence[ExpertMessage]) -> tuple[RowGroup, ...]:
     """The received rows of a step: one group, or one for each message if that saves copies of many rows."""
     groups = [tuple(_placed(message)) for message in messages if message.received]
     pieces = tuple(sorted(chain.from_iterable(groups), key=lambda piece: (piece[0].expert, piece[1])))

@@ -13,8 +13,8 @@ from megatron_overlap.comm.symmetric.backend import aligned
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.schedules.expert_parallel import (
     ExpertPlan,
-    Group,
     OwnPiece,
+    RowGroup,
     Segment,
     Segments,
     is_one_run,
@@ -114,7 +114,7 @@ class ExpertPass:
         tokens = _tokens(piece.tokens)
         compute(piece.rows, _rows(self._tokens, tokens), _rows(self.results, tokens))
 
-    def _compute_group(self, group: Group, compute: Compute, gathered: Rows, computed: Rows) -> None:
+    def _compute_group(self, group: RowGroup, compute: Compute, gathered: Rows, computed: Rows) -> None:
         """Computes received rows. Those of several messages are gathered by expert, and the results put back."""
         pieces = [(segment, slice(first, first + segment.rows)) for segment, first in group]
         for segment, rows in pieces:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules.expert_parallel import ExpertStep, Group, Segments, expert_plan, is_one_run
+from megatron_overlap.schedules.expert_parallel import ExpertStep, RowGroup, Segments, expert_plan, is_one_run
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
@@ -64,7 +64,7 @@ class ExpertLayer:
         gemms_us = sum(sum(self._gemms_us(rows, backward)) for rows in by_expert.values())
         return gemms_us + self.activation_us(by_expert.total(), backward=backward)
 
-    def group_us(self, group: Group, *, backward: bool) -> float:
+    def group_us(self, group: RowGroup, *, backward: bool) -> float:
         """Received rows; where they are gathered by expert, with the copies of rows and results."""
         segments = tuple(segment for segment, _ in group)
         moved = 0 if is_one_run(group) else 4 * sum(segment.rows for segment in segments)
