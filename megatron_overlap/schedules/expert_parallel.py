@@ -102,7 +102,7 @@ def is_one_run(group: RowGroup) -> bool:
 
 
 class ExpertStep(NamedTuple):
-    """Messages that a rank awaits together, to compute their rows. NCCL carries them in one call, the results in another.
+    """Messages that a rank awaits together, to compute their rows. NCCL sends them in one call, the results in another.
 
     Attributes:
         messages: their numbers.
