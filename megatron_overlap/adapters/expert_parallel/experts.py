@@ -59,7 +59,7 @@ def unsupported_layer_reason(layer: Any) -> str | None:
     if dispatcher.drop_and_pad:
         return "--moe-pad-expert-input-to-capacity: every expert gets padding rows"
     if dispatcher.shared_experts is not None:
-        return "--moe-shared-expert-overlap: Megatron overlaps shared experts with the same messages"
+        return "--moe-shared-expert-overlap: remove it, the plugin overlaps shared experts too"
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return f"--cuda-graph-impl {config.cuda_graph_impl}: the counts of a step select the messages"
     reason = next((reason for field, reason in _FEATURES.items() if getattr(config, field, None)), None)

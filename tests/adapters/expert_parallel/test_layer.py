@@ -118,7 +118,7 @@ def test_equals_the_stock_layer_of_transformer_engine(te_moe_ranks: World, name:
         ),
         (
             MoECase(config={"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_overlap": True}),
-            "--moe-shared-expert-overlap: Megatron overlaps",
+            "--moe-shared-expert-overlap: remove it",
         ),
         (MoECase(config={"add_bias_linear": True}), "the experts have biases: add --disable-bias-linear"),
         (MoECase(overrides=True), "OwnExperts overrides routed_experts_compute"),
