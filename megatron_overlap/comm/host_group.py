@@ -14,6 +14,8 @@ from megatron_overlap.tracing import Clock, Mark
 
 _ROUNDS = 20
 """Requests per peer of a clock comparison."""
+_TURN_S = 0.1
+"""Longest time of one peer in it, where many follow one another; 0.02 s on two busy cores."""
 
 
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
@@ -148,30 +150,39 @@ def compare_clocks(group: dist.ProcessGroup, clock: Clock = time.perf_counter_ns
     """Return the offset from this rank's clock to rank 0's clock. Collective.
 
     Rank 0 requests the clock of each peer several times. It assumes that the peer read its clock midway between request
-    and reply. The fastest round gives the offset; half its duration bounds the error. Raises a `RuntimeError` if a rank
-    does not reply within the deadline.
+    and reply. The fastest round gives the offset; half its duration bounds the error.
+
+    Rank 0 connects with one peer at a time: a mesh of all ranks would open as many sockets on each.
+
+    Raises:
+        RuntimeError: a rank did not reply within the deadline, which `size * _TURN_S` extends.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # A separate group on the host: device queues and other collectives would delay the messages.
-    gloo = connect_gloo(store_beside(group), rank, size, timeout_s)
+    rank, size, store = dist.get_rank(group), dist.get_world_size(group), store_beside(group)
     reading, result = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    for peer in range(1, size):
+    for peer in range(1, size) if rank == 0 else (rank,):
+        try:
+            # Apart from the groups of the job: device queues and other collectives would delay the messages.
+            pair = connect_gloo(dist.PrefixStore(f"{peer}", store), int(rank > 0), 2, timeout_s + size * _TURN_S)
+        except RuntimeError as error:
+            raise RuntimeError(f"ranks 0 and {peer}: {cause_of(error)}") from error
         if rank == 0:
             best = None
             for _ in range(_ROUNDS):
                 start = clock()
-                gloo.send([reading], peer, 0).wait()
-                gloo.recv([reading], peer, 0).wait()
+                pair.send([reading], 1, 0).wait()
+                pair.recv([reading], 1, 0).wait()
                 stop = clock()
                 if best is None or stop - start < 2 * best.error_ns:
                     peer_ns = int(reading[0])
                     best = Mark(peer_ns, (start + stop) // 2 - peer_ns, (stop - start + 1) // 2)
             result[:] = torch.tensor(best)
-            gloo.send([result], peer, 1).wait()
-        elif rank == peer:
+            pair.send([result], 1, 1).wait()
+            pair.recv([reading], 1, 2).wait()
+        else:
             for _ in range(_ROUNDS):
-                gloo.recv([reading], 0, 0).wait()
+                pair.recv([reading], 0, 0).wait()
                 reading[0] = clock()
-                gloo.send([reading], 0, 0).wait()
-            gloo.recv([result], 0, 1).wait()
+                pair.send([reading], 0, 0).wait()
+            pair.recv([result], 0, 1).wait()
+            pair.send([reading], 0, 2).wait()  # rank 0 may close the connection
     return Mark(*result.tolist()) if rank else Mark(clock(), 0, 0)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
-from megatron_overlap.comm.host_group import compare_clocks
+from megatron_overlap.comm.host_group import compare_clocks, store_beside
 from megatron_overlap.comm.transport import Transfer, TransportOptions
 from megatron_overlap.schedules import all_gather_plan
 from megatron_overlap.tracing import EVENT, Kind, RankEvents, Trace, exposed_in, timed_wait
@@ -118,6 +118,18 @@ def clocks(group: dist.ProcessGroup, ahead_ms: float) -> tuple[float, float]:
     rank = dist.get_rank(group)
     mark = compare_clocks(group, lambda: time.perf_counter_ns() + round(rank * ahead_ms * 1e6))
     return mark.offset_ns / 1e6, mark.error_ns / 1e6
+
+
+def clocks_without_the_last_rank(group: dist.ProcessGroup) -> str:
+    """Return the error of a comparison in which the last rank takes no part."""
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        store_beside(group)  # as the others do
+        return ""
+    try:
+        compare_clocks(group, timeout_s=0.5)
+    except RuntimeError as error:
+        return str(error)
+    return "compared"
 
 
 def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str, float]]:

@@ -50,6 +50,12 @@ def test_clocks_that_are_apart(world: World) -> None:
         assert error < 50  # 0.1 ms on an idle machine
 
 
+def test_a_rank_without_an_answer_is_named(world: World) -> None:
+    error, *others = world.run(3, cuda_timing_workers.clocks_without_the_last_rank)
+    assert error.startswith("ranks 0 and 2: ")
+    assert others == ["compared", ""]
+
+
 def test_waits_for_collectives_are_timed_once(world: World) -> None:
     waits = world.run(2, cuda_timing_workers.collective_waits, 0.3)[0]
     names = ["all_reduce forward", "handle in _collectives_with_a_late_rank forward"]
