@@ -283,6 +283,11 @@ def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int
     bounds = list(accumulate(counts, initial=0))
     total = bounds[-1]
     chunks = min(parts, max(1, total // min_rows))
+    if chunks == 1:  # of each pair in a large group
+        whole = tuple(
+            Segment(expert, starts[expert], starts[expert] + rows) for expert, rows in enumerate(counts) if rows
+        )
+        return [whole] if whole else []
     least = max(min_rows, total // chunks // 2)
     edges = sorted({0, total} | {_snapped(total * index // chunks, bounds, least) for index in range(1, chunks)})
     return [
