@@ -12,7 +12,7 @@ Each pair of ranks cuts the rows between them by the counts of that pair, which 
 pair depends on the number of ranks alone, so both ranks number a message alike without global counts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -92,13 +92,13 @@ class ExpertMessage:
         return _rows(self.received)
 
 
-type RowGroup = tuple[tuple[Segment, int], ...]
-"""Received segments, each with its first row among the received rows; sorted by expert and row."""
+type RowGroup = tuple[int, ...]
+"""Numbers of received segments, sorted by expert and number."""
 
 
 def is_one_run(group: RowGroup) -> bool:
     """Whether the rows of a group follow one another by expert among the received rows, as those of one message do."""
-    return all(first + segment.rows == following for (segment, first), (_, following) in pairwise(group))
+    return all(number + 1 == following for number, following in pairwise(group))
 
 
 class ExpertStep(NamedTuple):
@@ -137,6 +137,7 @@ class ExpertPlan:
         most_tokens, most_received: the largest number of a rank; 0 without `totals`, as `lands` and `returns` are.
         experts: the expert rows of each local expert.
         messages: one per peer and part.
+        received: the expert rows of the messages, in the order of the received rows.
         steps: of the computation of received rows.
     """
 
@@ -148,6 +149,7 @@ class ExpertPlan:
     most_received: int
     experts: Segments
     messages: tuple[ExpertMessage, ...]
+    received: Segments
     steps: tuple[ExpertStep, ...]
     own: tuple[OwnPiece, ...]
 
@@ -250,29 +252,27 @@ def expert_plan(
     numbers = [range(first, min(first + size, len(messages))) for first in range(0, len(messages), size)]
     arriving = [sum(messages[k].num_received for k in each) for each in numbers]
     before = _own_before(arriving, own_rows, compute_per_message, filler_rows)
+    # Numbers of the segments of each message: sources follow one another, and of each source its parts.
+    by_place = sorted(range(len(messages)), key=lambda k: messages[k].arrives)
+    segments = tuple(chain.from_iterable(messages[k].received for k in by_place))
+    stops = accumulate((len(messages[k].received) for k in by_place), initial=0)
+    segments_of = {k: range(*bounds) for k, bounds in zip(by_place, pairwise(stops), strict=True)}
     steps = [
-        ExpertStep(each, _grouped([messages[k] for k in each]), count)
+        ExpertStep(each, _grouped([segments_of[k] for k in each], segments), count)
         for each, count in zip(numbers, before, strict=True)
     ]
     experts = tuple(map(Segment, range(num_experts), rows[0], rows[0][1:]))
     sizes = bounds[-1], num_received, most_tokens, most_received
-    return ExpertPlan(num_ranks, rank, *sizes, experts, tuple(messages), tuple(steps), own)
+    return ExpertPlan(num_ranks, rank, *sizes, experts, tuple(messages), segments, tuple(steps), own)
 
 
-def _grouped(messages: Sequence[ExpertMessage]) -> tuple[RowGroup, ...]:
-    """The received rows of a step: one group, or one for each message if that saves copies of many rows."""
-    groups = [tuple(_placed(message)) for message in messages if message.received]
-    pieces = tuple(sorted(chain.from_iterable(groups), key=lambda piece: (piece[0].expert, piece[1])))
-    rows = sum(segment.rows for segment, _ in pieces)
-    return (pieces,) if rows < FEW_ROWS * len(pieces) or (pieces and is_one_run(pieces)) else tuple(groups)
-
-
-def _placed(message: ExpertMessage) -> Iterator[tuple[Segment, int]]:
-    """The received segments of a message, each with its first row among the received rows."""
-    first = message.arrives
-    for segment in message.received:
-        yield segment, first
-        first += segment.rows
+def _grouped(messages: Sequence[Sequence[int]], segments: Segments) -> tuple[RowGroup, ...]:
+    """The segments of the messages of a step: one group, or one for each message if that saves copies of many rows."""
+    group = tuple(sorted(chain.from_iterable(messages), key=lambda number: (segments[number].expert, number)))
+    rows = sum(segments[number].rows for number in group)
+    if rows < FEW_ROWS * len(group) or is_one_run(group):
+        return (group,) if group else ()
+    return tuple(tuple(numbers) for numbers in messages if numbers)
 
 
 def _cut(counts: Sequence[int], starts: Sequence[int], parts: int, min_rows: int) -> list[Segments]:

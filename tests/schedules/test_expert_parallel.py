@@ -164,15 +164,16 @@ def _damage(plan: ExpertPlan) -> list[ExpertPlan]:
             messages = (*plan.messages[:index], changed, *plan.messages[index + 1 :])
             damaged.append(dataclasses.replace(plan, messages=messages))
         damaged.append(dataclasses.replace(plan, messages=(*plan.messages[:index], *plan.messages[index + 1 :])))
+    damaged.append(dataclasses.replace(plan, received=plan.received[::-1]))
     for index, step in enumerate(plan.steps):
-        ((segment, first), *others), *groups = step.received
+        (first, *others), *groups = step.received
         changed_steps = [
             step._replace(messages=step.messages[1:]),
             step._replace(received=(tuple(others), *groups)),
-            step._replace(received=(((segment, first + 1), *others), *groups)),
+            step._replace(received=((first - 1, *others), *groups)),
         ]
         if others:
-            changed_steps.append(step._replace(received=((*others, (segment, first)), *groups)))
+            changed_steps.append(step._replace(received=((*others, first), *groups)))
         for changed_step in changed_steps:
             steps = (*plan.steps[:index], changed_step, *plan.steps[index + 1 :])
             damaged.append(dataclasses.replace(plan, steps=steps))

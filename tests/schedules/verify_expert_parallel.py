@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_overlap.schedules.expert_parallel import MIN_PIECE_ROWS, ExpertPlan, Segments
@@ -97,6 +98,7 @@ def _check_steps(plan: ExpertPlan) -> None:
     """The steps have all messages in order, and the rows of each where the messages place them."""
     if [k for step in plan.steps for k in step.messages] != list(range(len(plan.messages))):
         raise ScheduleError(f"rank {plan.rank}: steps of messages {[step.messages for step in plan.steps]}")
+    firsts = list(accumulate((segment.rows for segment in plan.received), initial=0))
     for number, step in enumerate(plan.steps):
         placed = []
         for message in (plan.messages[k] for k in step.messages):
@@ -104,10 +106,11 @@ def _check_steps(plan: ExpertPlan) -> None:
             for segment in message.received:
                 placed.append((segment, first))
                 first += segment.rows
-        if sorted(placed) != sorted(piece for group in step.received for piece in group):
-            raise ScheduleError(f"rank {plan.rank}, step {number}: {step.received}: must have {placed}")
+        computed = [(plan.received[each], firsts[each]) for group in step.received for each in group]
+        if sorted(placed) != sorted(computed):
+            raise ScheduleError(f"rank {plan.rank}, step {number}: computes {computed}, receives {placed}")
         for group in step.received:
-            if list(group) != sorted(group, key=lambda piece: (piece[0].expert, piece[1])):
+            if list(group) != sorted(group, key=lambda each: (plan.received[each].expert, each)):
                 raise ScheduleError(f"rank {plan.rank}, step {number}: {group} is not sorted")
 
 
@@ -176,7 +179,7 @@ def _compute(rank: _Rank) -> bool:
     if last or not rank.received.issuperset(plan.steps[done].messages):
         return False
     for group in plan.steps[done].received:
-        _compute_rows(rank, tuple(segment for segment, _ in group))
+        _compute_rows(rank, tuple(plan.received[number] for number in group))
     rank.steps_done += 1
     return True
 

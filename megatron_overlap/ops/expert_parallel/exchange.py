@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -59,16 +60,20 @@ class ExpertPass:
             sent, count = _tokens(each.sent), each.num_received
             arrived, returns = (slice(first, first + count) for first in (each.arrives, each.returns))
             lands = slice(each.lands, each.lands + sent.stop - sent.start)
-            there.append((_rows(tokens, sent), _rows(received, arrived), _rows(received, lands)))
-            home.append((_rows(outputs, arrived), _rows(returned, sent), _rows(returned, returns)))
-        transfers = []
-        for message, (send, recv, place) in zip(plan.transfers, there + home, strict=True):
-            known = (place[0], place[1:]) if self._symmetric else (None, ())
-            transfers.append(Transfer(message, send[0], recv[0], send[1:], recv[1:], *known))
+            there.append((_rows(tokens, sent), _rows(received, arrived), self._at_peer(received, lands)))
+            home.append((_rows(outputs, arrived), _rows(returned, sent), self._at_peer(returned, returns)))
+        transfers = [
+            Transfer(message, send[0], recv[0], send[1:], recv[1:], *place)
+            for message, (send, recv, place) in zip(plan.transfers, there + home, strict=True)
+        ]
         self.send_bytes = sum(each.send_bytes for each in transfers)
         self._p2p_work = transport.begin(transfers, op)
         if serial:
             self._p2p_work.wait(*range(len(plan.messages)))
+
+    def _at_peer(self, buffers: Rows, rows: slice) -> tuple[torch.Tensor | None, Rows]:
+        """Where rows land in symmetric buffers: in the first one, and in the others."""
+        return (buffers[0][rows], _rows(buffers[1:], rows)) if self._symmetric else (None, ())
 
     def _take(self, name: str, like: Rows, num_rows: int, *, symmetric: bool = False) -> Rows:
         """Tensors of `num_rows` rows each, as those of `like`, in one buffer: a message needs one flag."""
@@ -89,8 +94,15 @@ class ExpertPass:
         report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
+        sizes = [segment.rows for segment in plan.received]
+        self._firsts = list(accumulate(sizes, initial=0))
+        self._received_parts, self._output_parts = (
+            [tensor[: self._firsts[-1]].split(sizes) for tensor in tensors]
+            for tensors in (self._received, self._outputs)
+        )
+        self._inputs.update(zip(plan.received, self._received_parts[0], strict=True))
         apart = [group for step in plan.steps for group in step.received if not is_one_run(group)]
-        most = max((sum(segment.rows for segment, _ in group) for group in apart), default=0)
+        most = max((sum(sizes[number] for number in group) for group in apart), default=0)
         gathered, computed = self._take("gathered", self._tokens, most), self._take("computed", self.results, most)
         done = 0
         for number, step in enumerate(plan.steps):
@@ -116,33 +128,19 @@ class ExpertPass:
 
     def _compute_group(self, group: RowGroup, compute: Compute, gathered: Rows, computed: Rows) -> None:
         """Computes received rows. Those of several messages are gathered by expert, and the results put back."""
-        pieces = [(segment, slice(first, first + segment.rows)) for segment, first in group]
-        for segment, rows in pieces:
-            self._inputs[segment] = self._received[0][rows]
-        segments = joined(segment for segment, _ in pieces)
+        segments = [self._plan.received[number] for number in group]
         if is_one_run(group):
-            rows = slice(pieces[0][1].start, pieces[-1][1].stop)
-            compute(segments, _rows(self._received, rows), _rows(self._outputs, rows))
+            rows = slice(self._firsts[group[0]], self._firsts[group[-1] + 1])
+            compute(joined(segments), _rows(self._received, rows), _rows(self._outputs, rows))
             return
-        sizes = [segment.rows for segment, _ in pieces]
-        whole = slice(0, sum(sizes))
-        inputs, outputs = _rows(gathered, whole), _rows(computed, whole)
-        for into, received in zip(inputs, self._received, strict=True):
-            torch.cat([received[rows] for _, rows in pieces], out=into)
-        compute(segments, inputs, outputs)
-        # In as few copies as the places of the rows permit.
-        order = sorted(range(len(pieces)), key=lambda index: pieces[index][1].start)
-        runs = list[list[int]]()
-        for index in order:
-            if runs and pieces[runs[-1][-1]][1].stop == pieces[index][1].start:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        for output, sink in zip(outputs, self._outputs, strict=True):
-            parts = output.split(sizes)
-            for run in runs:
-                rows = slice(pieces[run[0]][1].start, pieces[run[-1]][1].stop)
-                torch.cat([parts[index] for index in run], out=sink[rows])
+        sizes = [segment.rows for segment in segments]
+        rows = slice(0, sum(sizes))
+        inputs, outputs = _rows(gathered, rows), _rows(computed, rows)
+        for into, parts in zip(inputs, self._received_parts, strict=True):
+            torch.cat([parts[number] for number in group], out=into)
+        compute(joined(segments), inputs, outputs)
+        for output, parts in zip(outputs, self._output_parts, strict=True):
+            torch._foreach_copy_([parts[number] for number in group], output.split(sizes))
 
     def expert_rows(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """The first input of all expert rows, copied: later passes overwrite the received rows."""

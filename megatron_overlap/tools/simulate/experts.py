@@ -64,9 +64,9 @@ class ExpertLayer:
         gemms_us = sum(sum(self._gemms_us(rows, backward)) for rows in by_expert.values())
         return gemms_us + self.activation_us(by_expert.total(), backward=backward)
 
-    def group_us(self, group: RowGroup, *, backward: bool) -> float:
+    def group_us(self, group: RowGroup, received: Segments, *, backward: bool) -> float:
         """Received rows; where they are gathered by expert, with the copies of rows and results."""
-        segments = tuple(segment for segment, _ in group)
+        segments = tuple(received[number] for number in group)
         moved = 0 if is_one_run(group) else 4 * sum(segment.rows for segment in segments)
         return self.pieces_us(segments, backward=backward) + self.moved_us(moved)
 
@@ -166,7 +166,7 @@ def _played(layer: ExpertLayer, filler_us: float, backward: bool) -> SimulatedRu
     for step in plan.steps:
         while len(plan.own) - len(own) < step.own_before:
             steps.compute(layer.pieces_us(own.pop(0).rows, backward=backward))
-        rows_us = sum(layer.group_us(group, backward=backward) for group in step.received)
+        rows_us = sum(layer.group_us(group, plan.received, backward=backward) for group in step.received)
         steps.compute(len(step.messages) * flag_us + rows_us, *step.messages)
         combined += send(step, dispatch=False)
     for piece in own:
