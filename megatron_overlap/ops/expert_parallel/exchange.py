@@ -16,7 +16,6 @@ from megatron_overlap.schedules.expert_parallel import (
     ExpertPlan,
     OwnPiece,
     RowGroup,
-    Segment,
     Segments,
     is_one_run,
     joined,
@@ -53,8 +52,14 @@ class ExpertPass:
         self._returned = returned = (
             self._take("returned", results, plan.most_tokens, symmetric=True) if self._symmetric else results
         )
-        # The first input of the rows that are computed.
-        self._inputs: dict[Segment, torch.Tensor] = {}
+        sizes = [segment.rows for segment in plan.received]
+        self._firsts = list(accumulate(sizes, initial=0))
+        # The received rows and their results, by segment.
+        self._received_parts, self._output_parts = (
+            [tensor[: self._firsts[-1]].split(sizes) for tensor in tensors] for tensors in (received, outputs)
+        )
+        # The first input of all expert rows.
+        self._inputs = dict(zip(plan.received, self._received_parts[0], strict=True))
         there, home = [], []
         for each in plan.messages:
             sent, count = _tokens(each.sent), each.num_received
@@ -94,15 +99,8 @@ class ExpertPass:
         report it.
         """
         plan, p2p_work = self._plan, self._p2p_work
-        sizes = [segment.rows for segment in plan.received]
-        self._firsts = list(accumulate(sizes, initial=0))
-        self._received_parts, self._output_parts = (
-            [tensor[: self._firsts[-1]].split(sizes) for tensor in tensors]
-            for tensors in (self._received, self._outputs)
-        )
-        self._inputs.update(zip(plan.received, self._received_parts[0], strict=True))
         apart = [group for step in plan.steps for group in step.received if not is_one_run(group)]
-        most = max((sum(sizes[number] for number in group) for group in apart), default=0)
+        most = max((sum(plan.received[number].rows for number in group) for group in apart), default=0)
         gathered, computed = self._take("gathered", self._tokens, most), self._take("computed", self.results, most)
         done = 0
         for number, step in enumerate(plan.steps):
