@@ -23,13 +23,11 @@ KEPT_BY = ("backend", "group_desc", "timeout")
 def prepare() -> str:
     """Imports Megatron under the CPU adapter, once, before processes are forked; returns its release."""
     from megatron_overlap.adapters import cpu
-    from megatron_overlap.adapters.cpu import cuda_stubs, patches
+    from megatron_overlap.adapters.cpu import patches
 
-    asked = cuda_stubs.called_by_megatron
-
-    def called_by_megatron_or_its_tests(depth: int = 2) -> bool:
-        name = str(sys._getframe(depth).f_globals.get("__name__", ""))
-        return name.startswith("tests.") or asked(depth + 1)
+    def called_by_megatron_or_its_tests() -> bool:
+        name = str(sys._getframe(2).f_globals.get("__name__", ""))
+        return name == "__main__" or name.partition(".")[0] in ("megatron", "tests")
 
     patches.called_by_megatron = called_by_megatron_or_its_tests  # type: ignore[attr-defined]
     cpu.install()
