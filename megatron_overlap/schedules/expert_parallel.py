@@ -3,7 +3,7 @@
     compute  own | step 0 | own | step 1 | ... | last step | own
     link     dispatch 0 | dispatch 1 | ... | combine 0 | combine 1 | ... | combine last
 
-A step computes one received chunk, in large groups several, and its results are sent back while the next step is
+A step computes one received chunk, or several in large groups. Its results are sent back while the next step is
 computed. Own rows need no message. They are computed while no chunk is ready: some before the first step, the rest
 while the last results are sent. FasterMoE (PPoPP 2022, section 4.2) computes all own rows first, which exposes the last
 combine.
@@ -97,7 +97,7 @@ type RowGroup = tuple[int, ...]
 
 
 def is_one_run(group: RowGroup) -> bool:
-    """Whether the rows of a group follow one another by expert among the received rows, as those of one message do."""
+    """Whether the segments of a group follow one another in the received rows. Those of one message do."""
     return all(number + 1 == following for number, following in pairwise(group))
 
 

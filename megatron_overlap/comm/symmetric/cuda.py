@@ -1,4 +1,4 @@
-"""Symmetric memory of the GPUs of one host: torch's SymmetricMemory, and queues on streams.
+"""Symmetric memory of the GPUs of one host, by torch's SymmetricMemory. A CUDA stream is a queue.
 
 It requires torch only: no NVSHMEM and no MPI. Processes that share one GPU have run it, several GPUs not yet.
 """

@@ -35,7 +35,7 @@ _STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1  # CUmemcpySrcAccessOrder, CUmemcpyFla
 
 @lru_cache
 def _batch_function() -> Callable[..., int] | None:
-    """The call of the driver that enqueues several copies on a stream, which has run once; None if it has none.
+    """The call of the driver that enqueues several copies on a stream; None if it is missing or a trial fails.
 
     CUDA has it since 12.8. Since 13.0 it has no argument for the number of the copy that failed.
     """
@@ -87,7 +87,7 @@ class _Batch(NamedTuple):
 
 @lru_cache
 def _writes_reach_peers() -> bool:
-    """Whether a stream can write to the memory of another GPU: since CUDA 13.1 it cannot.
+    """Whether `cuStreamWriteValue32` can write to the memory of another GPU. Since CUDA 13.1 it cannot.
 
     Source: github.com/NVIDIA/nccl/issues/2052. A write takes the host and the device less time than a copy.
     """

@@ -95,13 +95,13 @@ class ExpertPass:
     def run(self, compute: Compute, *, fixed_order: bool) -> None:
         """Computes all rows, with `fixed_order` the own pieces where the plan places them.
 
-        Otherwise one is computed whenever messages of the next step are not received, which needs a transport that can
-        report it.
+        Otherwise it computes one while messages of the next step are missing, if the transport can report that.
         """
         plan, p2p_work = self._plan, self._p2p_work
         apart = [group for step in plan.steps for group in step.received if not is_one_run(group)]
         most = max((sum(plan.received[number].rows for number in group) for group in apart), default=0)
-        gathered, computed = self._take("gathered", self._tokens, most), self._take("computed", self.results, most)
+        gathered = self._take("gathered", self._tokens, most) if most else ()
+        computed = self._take("computed", self.results, most) if most else ()
         done = 0
         for number, step in enumerate(plan.steps):
             while done < len(plan.own) and (

@@ -109,8 +109,8 @@ class Rows:
 class RowMessages:
     """The messages of `MessagePlan`s that one rank sends and receives, posted as one operation.
 
-    A transport that `prepares` copies rows from where they are computed to where they are used, into symmetric buffers:
-    inside a host no path is faster, and a proxy would forward only after its earlier computation.
+    A transport that `prepares` copies rows into symmetric buffers of their destination, without proxies: inside a host
+    the direct path is the fastest, and a proxy could forward only after its earlier computation.
 
     Attributes:
         num_bytes: bytes that this rank sends, including those that it forwards as a proxy.

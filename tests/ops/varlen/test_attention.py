@@ -127,7 +127,7 @@ def test_results_do_not_depend_on_the_arrival_order(world: World, passing: Passi
 
 
 def test_layers_share_their_transfers(world: World) -> None:
-    """But for the results of the linear layout, which leave in a new tensor of each layer."""
+    """Results in the linear layout need new ones: each layer returns them in another tensor."""
     plan = UNEVEN["pass_q"]
     assert world.run(4, workers.repeated_layers, Case(plan)) == [(0, 0)] * 4
     found = world.run(4, workers.repeated_layers, Case(UNEVEN["whole_documents"], layout="linear"))
