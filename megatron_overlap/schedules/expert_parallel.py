@@ -12,6 +12,7 @@ Each pair of ranks cuts the rows between them by the counts of that pair, which 
 pair depends on the number of ranks alone, so both ranks number a message alike without global counts.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -63,6 +64,14 @@ def joined(segments: Iterable[Segment]) -> Segments:
         else:
             made.append(each)
     return tuple(made)
+
+
+def rows_by_expert(segments: Iterable[Segment]) -> Counter[int]:
+    """The rows of each expert, in the order of its first segment."""
+    counts = Counter[int]()
+    for each in segments:
+        counts[each.expert] += each.rows
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,8 @@ def expert_plan(
     peers = [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in range(1, num_ranks)]
     # Part by part, so that no rank receives from one peer alone for long.
     order = [(part, to, source) for part in range(parts) for to, source in peers]
-    sources = [(rank + step) % num_ranks for step in range(1, num_ranks)]
+    # The next rank first.
+    sources = [to for to, _ in peers]
     firsts = list(accumulate((sum(received[each]) for each in sources), initial=0))
     arrives, num_received, messages = dict(zip(sources, firsts, strict=False)), firsts[-1], []
     for part, to, source in order:

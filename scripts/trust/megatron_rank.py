@@ -23,13 +23,9 @@ KEPT_BY = ("backend", "group_desc", "timeout")
 def prepare() -> str:
     """Imports Megatron under the CPU adapter, once, before processes are forked; returns its release."""
     from megatron_overlap.adapters import cpu
-    from megatron_overlap.adapters.cpu import patches
+    from megatron_overlap.adapters.cpu import cuda_stubs
 
-    def called_by_megatron_or_its_tests() -> bool:
-        name = str(sys._getframe(2).f_globals.get("__name__", ""))
-        return name == "__main__" or name.partition(".")[0] in ("megatron", "tests")
-
-    patches.called_by_megatron = called_by_megatron_or_its_tests  # type: ignore[attr-defined]
+    cuda_stubs.CALLERS.add("tests")
     cpu.install()
 
     import megatron.core

@@ -20,13 +20,17 @@ def called_by_te() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine.")
 
 
+CALLERS = {"megatron", "__main__"}
+"""Packages, and the training script, that see a GPU."""
+
+
 def called_by_megatron() -> bool:
     """Whether the caller's caller is Megatron code or the training script.
 
     Callers in torch must see no GPU: its optimizers and its DataLoader would otherwise look for a CUDA driver.
     """
     name = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return name in ("megatron", "__main__") or name.startswith("megatron.")
+    return name.partition(".")[0] in CALLERS
 
 
 def _calls[T](function: Callable[[], T]) -> Callable[..., T]:

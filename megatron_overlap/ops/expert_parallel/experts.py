@@ -1,6 +1,5 @@
 """The MLPs of the experts of one rank, computed in pieces of rows."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import torch
 from megatron_overlap.comm import BufferPool
 from megatron_overlap.ops.call import Projection
 from megatron_overlap.ops.wgrad import WeightGradient, WgradTarget
-from megatron_overlap.schedules.expert_parallel import Segments
+from megatron_overlap.schedules.expert_parallel import Segments, rows_by_expert
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`activation(hidden, probs)`: `[rows, F1]` and `[rows]` to the input of the second linear layer `[rows, F2]`. Autograd
@@ -144,9 +143,7 @@ def _mm_by_expert(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows of `a` times the weight of their expert, or its transpose, in `out` if given."""
-    counts = Counter[int]()
-    for segment in rows:
-        counts[segment.expert] += segment.rows
+    counts = rows_by_expert(rows)
     weights = {each: layers[each].weight.t() if transposed else layers[each].weight for each in counts}
     if len(counts) == 1:
         ((expert, weight),) = weights.items()

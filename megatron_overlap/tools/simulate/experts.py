@@ -5,14 +5,20 @@ computes the steps of `schedules.expert_parallel`, a GEMM for each step, expert 
 gradients of whole experts. Shared experts are computed before dispatch, by the plugin during dispatch.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_overlap.autotune.cost_model import CostModel, Mover
 from megatron_overlap.autotune.search import MARGIN
-from megatron_overlap.schedules.expert_parallel import ExpertStep, RowGroup, Segments, expert_plan, is_one_run
+from megatron_overlap.schedules.expert_parallel import (
+    ExpertStep,
+    RowGroup,
+    Segments,
+    expert_plan,
+    is_one_run,
+    rows_by_expert,
+)
 from megatron_overlap.tools.simulate.event_simulator import SimulatedRun, Stream, Transfer, run_streams
 from megatron_overlap.tools.simulate.job import Experts
 from megatron_overlap.tools.simulate.passes import Op
@@ -58,9 +64,7 @@ class ExpertLayer:
 
     def pieces_us(self, segments: Segments, *, backward: bool) -> float:
         """Rows of a group or of an own piece: output, or input gradient."""
-        by_expert = Counter[int]()
-        for segment in segments:
-            by_expert[segment.expert] += segment.rows
+        by_expert = rows_by_expert(segments)
         gemms_us = sum(sum(self._gemms_us(rows, backward)) for rows in by_expert.values())
         return gemms_us + self.activation_us(by_expert.total(), backward=backward)
 
