@@ -182,6 +182,11 @@ def end_of_call(messages: Sequence[Message], first: int) -> int:
     return stop
 
 
+def num_before_last_call(messages: Sequence[Message]) -> int:
+    """How many messages precede those of the last call."""
+    return sum(message.call != messages[-1].call for message in messages)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One unit of computation: a GEMM over the rows of `chunks`, and the partial sums that are added to its result.

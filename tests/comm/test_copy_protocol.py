@@ -19,7 +19,7 @@ from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool
 from megatron_overlap.comm.transport import Exchange, Transfer, TransportError
 from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_all_reduce, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.pipelined import PipelinedAllGather, _GatheredRows
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import _ScatteredRows
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import _ScatteredRows
 from megatron_overlap.schedules import all_gather_plan, reduce_scatter_plan
 from megatron_overlap.schedules.plan import Chunk, Message, Split
 from scripts.mutants import ROOT, load

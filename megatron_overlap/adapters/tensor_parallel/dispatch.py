@@ -34,7 +34,7 @@ from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod, FusedTransport, inside_host, open_fused
 from megatron_overlap.ops.tensor_parallel.linear import LINEAR_OPS
 from megatron_overlap.ops.tensor_parallel.part_messages import PartGathers
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import unsupported_reason as unsupported_tree_reason
+from megatron_overlap.ops.tensor_parallel.tree_sum import unsupported_reason as unsupported_tree_reason
 from megatron_overlap.ops.wgrad import DeferredWgrad
 from megatron_overlap.schedules.heuristics import Knob
 from megatron_overlap.schedules.plan import Pattern

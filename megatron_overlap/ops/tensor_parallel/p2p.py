@@ -19,11 +19,9 @@ from megatron_overlap.ops.call import InputVersion, transport_for
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod, LocalRows
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather, WorkRows
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import (
-    PipelinedAllReduce,
-    PipelinedReduceScatter,
-    tree_gemm_into,
-)
+from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.tree_sum import tree_gemm_into
 from megatron_overlap.ops.wgrad import MAX_PIECES, Piece, Spans, WeightGradient
 from megatron_overlap.schedules import (
     Chunk,
@@ -59,7 +57,7 @@ class LinearPlan:
             collective.
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
-        tree: partial sums are added in the fixed tree of `pipelined_reduce`; not for pattern `ring`.
+        tree: partial sums are added in the fixed tree of `tree_sum`; not for pattern `ring`.
         save_gathered: column-parallel forward saves the gathered input for the weight gradient; otherwise backward
             gathers it again.
     """

@@ -1,6 +1,6 @@
 """All-gather whose rows GEMMs use as they arrive, the number formats of rows, and what the pipelined collectives share.
 
-`pipelined_reduce` sends rows as GEMMs compute them.
+`pipelined_reduce_scatter` and `pipelined_all_reduce` send rows as GEMMs compute them.
 """
 
 from collections.abc import Callable, Iterator

@@ -24,7 +24,7 @@ from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import Exchange, Transfer
 from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from megatron_overlap.ops.tensor_parallel.p2p import LinearPlan, P2PMethod
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import add_product
 from megatron_overlap.schedules.plan import Message
 from one_gpu.device import device as measured_device

@@ -28,7 +28,7 @@ from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan
 from megatron_overlap.ops.tensor_parallel.fused.linear import FusedMethod
 from megatron_overlap.ops.tensor_parallel.p2p import P2PMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import Payload, PipelinedAllGather
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import PipelinedReduceScatter
+from megatron_overlap.ops.tensor_parallel.pipelined_reduce_scatter import PipelinedReduceScatter
 from megatron_overlap.ops.wgrad import WeightGradient
 from megatron_overlap.schedules import ChunkLayout, all_gather_plan, reduce_scatter_plan
 from scripts.kernels.cpu_backend import CpuBackend

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_overlap.ops import LinearPlan
-from megatron_overlap.ops.tensor_parallel.pipelined_reduce import tree_gemm_into, tree_sum, unsupported_reason
+from megatron_overlap.ops.tensor_parallel.tree_sum import tree_gemm_into, tree_sum, unsupported_reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
