@@ -66,9 +66,6 @@ ALIGNED_SMALL = dict.fromkeys(ARCHITECTURES, GemmConfig(128, 128, 64, 8, 4, 8)) 
 HOPPER = GemmConfig(128, 256, 64, 8, 4, 8, hopper=True)
 HOPPER_SMALL = GemmConfig(128, 128, 64, 8, 6, 8, hopper=True)
 ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 64, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 64, 32, 8, 3, 8)}
-# Adding to the previous gradient doubles the live accumulator registers: wider tiles spill.
-WGRAD = dict.fromkeys(ARCHITECTURES, GemmConfig(128, 128, 64, 8, 4, 8)) | {SM80: GemmConfig(128, 128, 32, 8, 3, 8)}
-WGRAD_ODD = dict.fromkeys(ARCHITECTURES, GemmConfig(64, 32, 32, 8, 3, 4)) | {SM100: GemmConfig(64, 32, 16, 8, 3, 4)}
 
 
 def newest(capability: int) -> int:

@@ -46,7 +46,7 @@ class WeightGradient:
             rounded after each range, which needs no fp32 buffer.
 
     Attributes:
-        accumulator, start_in_fp32: of its `ProductSum`.
+        start_in_fp32: of its `ProductSum`.
         adds_to_main_grad: several products need no fp32 buffer.
     """
 
@@ -56,7 +56,7 @@ class WeightGradient:
         out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main_grad is None else main_grad
         in_fp32 = sum_in_fp32 and main_grad is None
         self._sum = ProductSum(out, target.buffer_pool, "wgrad_sum", in_fp32=in_fp32, is_empty=main_grad is None)
-        self.accumulator, self.start_in_fp32 = self._sum.accumulator, self._sum.start_in_fp32
+        self.start_in_fp32 = self._sum.start_in_fp32
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product of some rows: `dy` is `[rows, F]`, `x` is `[rows, K]`."""
@@ -110,13 +110,6 @@ class ProductSum:
             self.is_empty = False
         else:
             add_product(self._total(), a, b, self._buffer_pool)
-
-    def accumulator(self) -> tuple[torch.Tensor, bool]:
-        """The tensor for a kernel that computes a product, and whether the kernel adds to its content."""
-        if self.is_empty:
-            self.is_empty = False
-            return self.out, False
-        return self._total(), True
 
     def start_in_fp32(self) -> None:
         """Before the first of several products: their sum is in fp32 and rounded once."""

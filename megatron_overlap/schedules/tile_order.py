@@ -46,21 +46,21 @@ def departure_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
     return [Chunk(owner, part) for owner in owners for part in range(layout.chunks_per_rank)]
 
 
-def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int | None = None) -> list[RowTile]:
+def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int) -> list[RowTile]:
     """Return the row tiles of all chunks in `order`. An empty chunk has no row tile.
 
-    A tile has at most `block_rows` rows, which is at least 1; None means one tile per chunk.
+    A tile has at most `block_rows` rows, which is at least 1.
     """
-    check_positive(block_rows=1 if block_rows is None else block_rows)
+    check_positive(block_rows=block_rows)
     tiles = []
     for chunk in order:
         start, stop = layout.rows(chunk)
-        starts = range(start, stop, block_rows or max(1, stop - start))
+        starts = range(start, stop, block_rows)
         first, _ = layout.shard(chunk.owner)
         tiles += [
             RowTile(
                 start=row,
-                stop=min(stop, row + starts.step),
+                stop=min(stop, row + block_rows),
                 owner=chunk.owner,
                 part=chunk.part,
                 row_in_shard=row - first,

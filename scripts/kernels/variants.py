@@ -15,8 +15,6 @@ from megatron_overlap.kernels.launch import (
     MAX_POLLS,
     ODD,
     SM90,
-    WGRAD,
-    WGRAD_ODD,
     GemmConfig,
     blocks_of,
 )
@@ -30,7 +28,7 @@ class Variant:
     """Everything that Triton needs to compile one kernel without a device.
 
     Attributes:
-        name: name in the table of docs/design/fused_protocol.md.
+        name: name in the table of scripts/fused_table.py.
         module: module of `megatron_overlap.kernels` that defines the kernel.
         kernel: name of the kernel function.
         arch: 80, 90 (sm_90a) or 100 (sm_100a).
@@ -54,7 +52,7 @@ class Variant:
     descriptors: dict[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
 
 
-_FLAG_POINTERS = {"tiles_ptr": "*i32", "chunks_ptr": "*i32", "flags_ptr": "*i32", "status_ptr": "*i32"}
+_FLAG_POINTERS = {"tiles_ptr": "*i32", "flags_ptr": "*i32", "status_ptr": "*i32"}
 
 
 def shipped() -> list[Variant]:
@@ -70,13 +68,6 @@ def shipped() -> list[Variant]:
                         for make in (_gather, _scatter):
                             variant = make(name, arch, form, dtype, config, aligned=table is not ODD)
                             variants.append(_ragged(variant) if ragged else variant)
-            for size, table in (("", WGRAD), (" odd", WGRAD_ODD)):
-                for total in ("fp32", dtype):
-                    name = f"{dtype} to {total}{size}"
-                    variant = _wgrad(name, arch, dtype, total, table[arch], aligned=table is WGRAD)
-                    variants.append(variant)
-                    if table is WGRAD:
-                        variants.append(_ragged(replace(variant, name=f"{variant.name} ragged")))
         variants.append(_wait(arch))
         for dtype in ("bf16", "fp16"):
             variants += [_sum(arch, dtype, num_ranks, even) for num_ranks in (2, 4, 8) for even in (True, False)]
@@ -91,7 +82,7 @@ def shipped() -> list[Variant]:
 
 def _ragged(variant: Variant) -> Variant:
     """Return the variant whose last tiles are partial."""
-    parts = {name: False for name in ("EVEN_N", "EVEN_K", "EVEN_F") if name in variant.constants}
+    parts = {name: False for name in ("EVEN_N", "EVEN_K") if name in variant.constants}
     return replace(variant, constants=variant.constants | parts)
 
 
@@ -177,22 +168,6 @@ def _add(
 def _wait(arch: int) -> Variant:
     pointers = {key: _FLAG_POINTERS[key] for key in ("flags_ptr", "status_ptr")}
     return Variant("wait for all", "primitives", "wait_all_kernel", arch, 1, {"MAX_POLLS": MAX_POLLS}, pointers, ())
-
-
-def _wgrad(name: str, arch: int, dtype: str, total: str, config: GemmConfig, *, aligned: bool) -> Variant:
-    values = {"dy_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "out_ptr": f"*{total}"}
-    constants = _gemm_constants(config, aligned)
-    del constants["EVEN_N"]
-    return Variant(
-        f"wgrad {name}",
-        "wgrad",
-        "wgrad_kernel",
-        arch,
-        config.num_warps,
-        constants | {"EVEN_F": aligned, "ADD": total == "fp32", "MAX_POLLS": MAX_POLLS},
-        values | {key: _FLAG_POINTERS[key] for key in ("chunks_ptr", "flags_ptr", "status_ptr")},
-        ("F", "K", "stride_dm", "stride_xm", "stride_om") if aligned else (),
-    )
 
 
 def shipped_for_hopper() -> list[Variant]:

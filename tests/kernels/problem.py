@@ -61,14 +61,14 @@ class Problem:
         half = gathered_bytes(self.rows, self.ranks, widest, self.dtype.itemsize)
         return Heap(self.folder / "heap", ArenaLayout(self.ranks, half))
 
-    def operands(self, rank: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A `[rows, k]`, B `[k, n]`, bias `[n]` and a gradient `[rows, n]` of one rank."""
+    def operands(self, rank: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A `[rows, k]`, B `[k, n]` and bias `[n]` of one rank."""
         generator = torch.Generator().manual_seed(epoch * 64 + rank)
-        a, w, bias, dy = (
+        a, w, bias = (
             torch.randn(shape, generator=generator).to(self.dtype)
-            for shape in ((self.rows, self.k), (self.n, self.k), (self.n,), (self.rows, self.n))
+            for shape in ((self.rows, self.k), (self.n, self.k), (self.n,))
         )
-        return a, _fenced(w).t() if self.transposed else _fenced(w.t()), bias, dy
+        return a, _fenced(w).t() if self.transposed else _fenced(w.t()), bias
 
     def gathered(self, epoch: int) -> torch.Tensor:
         """The gathered rows: the shard of each rank is cut from its own A."""

@@ -22,8 +22,6 @@ DEFAULT_NAMES = [
     "gemm_rs nt bf16",
     "gemm_rs nn bf16 ragged",
     "gemm_rs nn bf16 odd",
-    "wgrad bf16 to fp32",
-    "wgrad bf16 to bf16 odd",
     "sum of 8 bf16",
     "add 7 bf16",
     "wait for all",
@@ -133,14 +131,14 @@ def test_an_edited_kernel_fails_its_check(
     assert any(problem in text for text in row["problems"]), row
 
 
-GATHER, SCATTER, WGRAD, SUM, WAIT = (DEFAULT_NAMES[number] for number in (0, 1, 4, 6, 8))
+GATHER, SCATTER, SUM, WAIT = (DEFAULT_NAMES[number] for number in (0, 1, 4, 6))
 HOPPER_GATHER, HOPPER_SCATTER = HOPPER[0], HOPPER[2]
-WAITING, SCATTERING = (GATHER, WGRAD, SUM, WAIT, HOPPER_GATHER), (SCATTER, HOPPER_SCATTER)
-GEMMS = (GATHER, SCATTER, WGRAD, HOPPER_GATHER, HOPPER_SCATTER)
+WAITING, SCATTERING = (GATHER, SUM, WAIT, HOPPER_GATHER), (SCATTER, HOPPER_SCATTER)
+GEMMS = (GATHER, SCATTER, HOPPER_GATHER, HOPPER_SCATTER)
 MACHINE_CODE_EDITS = {
     "flag read at GPU scope": (WAITING, r"STRONG\.SYS", "STRONG.GPU", "system scope"),
     "no acquire": (WAITING, r"CCTL\.IVALL", "NOP", "CCTL.IVALL"),
-    "no barrier after the flag": ((GATHER, WGRAD, SUM), r"BAR\.SYNC", "NOP", "block barrier"),
+    "no barrier after the flag": ((GATHER, SUM), r"BAR\.SYNC", "NOP", "block barrier"),
     "no proxy fence": ((HOPPER_GATHER,), r"FENCE\.VIEW\.ASYNC\.G", "FENCE.VIEW.ASYNC.S", "proxy fence"),
     "no barrier before the count": (SCATTERING, r"BAR\.SYNC", "NOP", "block barrier"),
     "no fence before the count": (
@@ -160,7 +158,7 @@ MACHINE_CODE_EDITS = {
     "no wait for wgmma": ((HOPPER_GATHER, HOPPER_SCATTER), r"WARPGROUP\.DEPBAR", "NOP", "ring slot"),
     "no tensor core": (GEMMS, r"\b(HMMA|HGMMA|UTCHMMA)\b", "NOP", "MMA"),
     "narrow stores": ((*GEMMS, SUM), r"STG\.E\.128", "STG.E.64", "16 bytes"),
-    "no prefetch": ((GATHER, SCATTER, WGRAD), r"LDGSTS\.E\.BYPASS(\.LTC128B)?\.128", "LDG.E.128", "prefetch"),
+    "no prefetch": ((GATHER, SCATTER), r"LDGSTS\.E\.BYPASS(\.LTC128B)?\.128", "LDG.E.128", "prefetch"),
     "spills": (GEMMS, r"LDG\.E(?!\.)", "LDL", "spills"),
 }
 

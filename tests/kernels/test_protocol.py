@@ -32,10 +32,6 @@ def test_scattering_gemm(interpreting: World, shared: Path) -> None:
     assert scattering(interpreting, odd(shared)) == NOTHING
 
 
-def test_weight_gradient(interpreting: World, shared: Path) -> None:
-    assert gathering(interpreting, odd(shared), "wgrad") == NOTHING
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [2, 4])
 def test_four_ranks(interpreting: World, shared: Path, parts: int) -> None:
@@ -46,7 +42,6 @@ def test_four_ranks(interpreting: World, shared: Path, parts: int) -> None:
     problem = replace(odd(shared, 4), parts=parts, transposed=False)
     assert gathering(interpreting, problem) == NOTHING
     assert scattering(interpreting, problem) == NOTHING
-    assert gathering(interpreting, problem, "wgrad") == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -79,8 +74,7 @@ def test_shapes(
     """Whole tiles and parts of tiles, one row a chunk, several programs, both forms of the weight."""
     problem = Problem(shared, 2, rows, n, k, parts, dtype, transposed, programs=programs)
     assert scattering(interpreting, problem, epochs=(4, 5)) == NOTHING
-    for what in ["gemm", "wgrad"] if programs == 1 else ["gemm"]:
-        assert gathering(interpreting, problem, what, epochs=(4, 5)) == NOTHING
+    assert gathering(interpreting, problem, epochs=(4, 5)) == NOTHING
 
 
 STALE = Edit("primitives", "while (seen < epoch)", "while (seen < 1)")
@@ -122,16 +116,6 @@ SCATTER_MUTANTS = {
     "wrong slot": Edit("gemm_rs", "recv_buffer += slot_offset +", "recv_buffer +="),
     "flag at the wrong owner": Edit("gemm_rs", "tl.load(flags_ptr + owner)", "tl.load(flags_ptr + 1 - owner)"),
     "counter kept": Edit("primitives", 'tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")', "pass"),
-}
-WGRAD_MUTANTS = {
-    "missing wait": Edit(
-        "wgrad",
-        "primitives.wait_for(flags_ptr + tl.load(chunk + primitives.FLAG), epoch, status_ptr, MAX_POLLS)",
-        "pass",
-    ),
-    "stale epoch": STALE,
-    "no row mask": Edit("wgrad", "x_mask = depth[:, None] < num_rows - row", "x_mask = depth[:, None] < BLOCK_K"),
-    "overwrites": Edit("wgrad", "        if ADD:", "        if False:"),
 }
 
 
@@ -191,12 +175,6 @@ def test_terms_of_a_reduce_scatter(
 )
 def test_a_wrong_sum_of_terms_is_caught(interpreting: World, edit: Edit) -> None:
     assert interpreting.run(1, workers.add_in_order, 7, (5, 700), FP32, (edit,)) == [False]
-
-
-@pytest.mark.parametrize("name", default_mutants(WGRAD_MUTANTS, "missing wait"))
-def test_a_wrong_weight_gradient_is_caught(interpreting: World, shared: Path, name: str) -> None:
-    problem = replace(odd(shared), max_polls=2000)
-    assert gathering(interpreting, problem, "wgrad", edits=(WGRAD_MUTANTS[name],)) != NOTHING
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])

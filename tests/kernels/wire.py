@@ -108,46 +108,39 @@ def _check(findings: Findings, name: str, got: torch.Tensor, exact: torch.Tensor
 def gathering(
     world: World,
     problem: Problem,
-    what: str = "gemm",
     edits: tuple[Edit, ...] = (),
     epochs: tuple[int, ...] = (1, 2, 3),
 ) -> Findings:
-    """Run the all-gather kernels of all ranks with simulated messages."""
+    """Run the all-gather kernel of all ranks with simulated messages."""
     findings = Findings()
     for epoch in epochs:
         _start(problem, epoch)
         whole = problem.gathered(epoch)
         messages = [
-            _gather_message(problem, epoch, whole, rank, chunk, what)
+            _gather_message(problem, epoch, whole, rank, chunk)
             for rank in range(problem.ranks)
             for chunk in arrival_order(problem.layout, rank)
             if chunk.owner != rank and problem.layout.num_chunk_rows(chunk)
         ]
         count = len(messages)
         with Wire(problem, epoch, messages) as wire:
-            answers = world.run(problem.ranks, workers.gather, problem, epoch, what, edits)
+            answers = world.run(problem.ranks, workers.gather, problem, epoch, edits)
         findings.early += wire.early
         findings.idle += wire.idle
-        findings.gave_up += [answer["gave_up"] for answer in answers if answer["gave_up"]]
+        findings.gave_up += [gave_up for gave_up in answers if gave_up]
         if wire.delivered < count:
             findings.early.append(f"epoch {epoch}: {count - wire.delivered} chunks were never waited for")
-        for rank, answer in enumerate(answers):
-            _, b, bias, dy = (tensor.double() for tensor in problem.operands(rank, epoch))
+        for rank in range(problem.ranks):
+            _, b, bias = (tensor.double() for tensor in problem.operands(rank, epoch))
             x = whole.double()
-            name = f"epoch {epoch} rank {rank}"
-            if what == "gemm":
-                exact, terms = x @ b, x.abs() @ b.abs()
-                if problem.bias:
-                    exact, terms = exact + bias, terms + bias.abs()
-                _check(findings, name, problem.out(rank), exact, terms)
-            else:
-                exact, terms = dy.t() @ x, dy.abs().t() @ x.abs()
-                _check(findings, name, answer["total"], exact + 1, terms + 1)
-                _check(findings, f"{name} narrow", answer["narrow"], exact.t(), terms.t())
+            exact, terms = x @ b, x.abs() @ b.abs()
+            if problem.bias:
+                exact, terms = exact + bias, terms + bias.abs()
+            _check(findings, f"epoch {epoch} rank {rank}", problem.out(rank), exact, terms)
     return findings
 
 
-def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int, chunk: Chunk, what: str) -> Message:
+def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int, chunk: Chunk) -> Message:
     rows = slice(*problem.layout.rows(chunk))
     gathered = problem.heap.half(rank, epoch, (problem.rows, problem.k), problem.dtype)
     out, own = problem.out(rank)[rows], problem.out(rank)[slice(*problem.layout.shard(rank))]
@@ -157,7 +150,7 @@ def _gather_message(problem: Problem, epoch: int, whole: torch.Tensor, rank: int
 
     def idle() -> bool:
         # The interpreter runs programs one by one: the first one waits before the others start.
-        return what == "gemm" and problem.programs == 1 and bool(unwritten(own).any())
+        return problem.programs == 1 and bool(unwritten(own).any())
 
     return Message(
         rank,

@@ -21,52 +21,36 @@ def _config(launch: Any, problem: Problem) -> Any:
     return launch.GemmConfig(problem.block, problem.block, problem.block, group=2, num_stages=2, num_warps=4)
 
 
-def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, what: str, edits: Sequence[Edit]) -> dict[str, Any]:
-    """One rank of `ag_gemm` (`what`: gemm), or of weight gradients from arriving rows."""
+def gather(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Sequence[Edit]) -> int:
+    """One rank of `ag_gemm`; returns the epoch of a wait that timed out."""
     rank, layout = dist.get_rank(group), problem.layout
     launch = kernels("launch", edits)
-    a, b, bias, dy = problem.operands(rank, epoch)
+    a, b, bias = problem.operands(rank, epoch)
     gathered = problem.heap.half(rank, epoch, (problem.rows, problem.k), problem.dtype)
     own = slice(*layout.shard(rank))
     gathered[own] = a[own]
     status = torch.zeros(1, dtype=torch.int32)
     flags = problem.heap.flags(rank, epoch)
-    waits = launch.Waits(flags, epoch, status, problem.max_polls)
-    order = arrival_order(layout, rank)
     config = _config(launch, problem)
-    answer: dict[str, Any] = {}
     with watched(flags, problem.looks()[rank]):
-        if what == "gemm":
-            kernels("ag_gemm", edits).ag_gemm(
-                gathered,
-                b,
-                problem.out(rank),
-                bias if problem.bias else None,
-                tiles=launch.RowTiles.of(row_tiles(layout, rank, order, config.block_m), "cpu"),
-                waits=waits,
-                config=config,
-                num_programs=problem.programs,
-            )
-        else:
-            chunks = launch.RowTiles.of(row_tiles(layout, rank, order), "cpu")
-            total = torch.ones(problem.n, problem.k)
-            kernels("wgrad", edits).wgrad(
-                dy, gathered, total, chunks=chunks, waits=waits, config=config, num_programs=problem.programs, add=True
-            )
-            # The gathered output gradient, with a weight gradient in the dtype of the data.
-            narrow = torch.empty(problem.k, problem.n, dtype=problem.dtype)
-            kernels("wgrad", edits).wgrad(
-                gathered, dy, narrow, chunks=chunks, waits=waits, config=config, num_programs=3, add=False
-            )
-            answer |= {"total": total, "narrow": narrow}
-    return answer | {"gave_up": int(status)}
+        kernels("ag_gemm", edits).ag_gemm(
+            gathered,
+            b,
+            problem.out(rank),
+            bias if problem.bias else None,
+            tiles=launch.RowTiles.of(row_tiles(layout, rank, arrival_order(layout, rank), config.block_m), "cpu"),
+            waits=launch.Waits(flags, epoch, status, problem.max_polls),
+            config=config,
+            num_programs=problem.programs,
+        )
+    return int(status)
 
 
 def scatter(group: dist.ProcessGroup, problem: Problem, epoch: int, edits: Sequence[Edit]) -> dict[str, Any]:
     """One rank of `gemm_to_owners` and `sum_received`; reports flags that are set too early."""
     rank, layout = dist.get_rank(group), problem.layout
     launch, gemm_rs = kernels("launch", edits), kernels("gemm_rs", edits)
-    a, b, _, _ = problem.operands(rank, epoch)
+    a, b, _ = problem.operands(rank, epoch)
     staged_rows = [problem.staged_rows(rank, owner) for owner in range(problem.ranks)]
     flags_there = [problem.staged_flags(rank, owner) for owner in range(problem.ranks)]
     not_whole = []
@@ -120,7 +104,7 @@ def torch_fused(group: dist.ProcessGroup, problem: Problem, epoch: int) -> tuple
         _fused_matmul_reduce_scatter_fallback,
     )
 
-    a, b, _, _ = problem.operands(dist.get_rank(group), epoch)
+    a, b, _ = problem.operands(dist.get_rank(group), epoch)
     own = a[slice(*problem.layout.shard(dist.get_rank(group)))]
     _, (gathered,) = _fused_all_gather_matmul_fallback(own, [b], 0, group.group_name)
     return gathered, _fused_matmul_reduce_scatter_fallback(a, b, "sum", 0, group.group_name)

@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_overlap.kernels import ag_gemm, gemm_rs, primitives, wgrad
+from megatron_overlap.kernels import ag_gemm, gemm_rs, primitives
 from megatron_overlap.kernels import hopper_self_test as self_test
-from megatron_overlap.kernels.launch import ALIGNED, HOPPER, HOPPER_SMALL, WGRAD, RowTiles, Waits
+from megatron_overlap.kernels.launch import ALIGNED, HOPPER, HOPPER_SMALL, RowTiles, Waits
 from megatron_overlap.schedules.tile_order import RowTile
 from scripts.kernels.compiled import peer_stores
 
@@ -49,10 +49,9 @@ def launch_all(epoch: int) -> None:
         list(self_test.scattering(gemm_rs.gemm_to_owners, "cpu", torch.bfloat16, config, True))
     tiles = RowTiles.of([RowTile(8 * number, 8, 0, 0, 0, 1, False, 0) for number in range(epoch)], "cpu")
     waits = Waits(torch.zeros(2, dtype=torch.int32), epoch, torch.zeros(1, dtype=torch.int32))
-    x, total = torch.zeros(rows, 512), torch.zeros(512, 512)
+    x = torch.zeros(rows, 512)
     gemm_rs.sum_received(torch.zeros(2, rows, 512), x, tiles=tiles, waits=waits, parts=1, num_programs=1)
     gemm_rs.add_terms(torch.zeros(7, rows, 512), x, x)
-    wgrad.wgrad(x, x, total, chunks=tiles, waits=waits, config=WGRAD[90], num_programs=1, add=True)
     for num_flags in (2, 16):
         primitives.wait_all(torch.zeros(num_flags, dtype=torch.int32), epoch, waits.status)
 

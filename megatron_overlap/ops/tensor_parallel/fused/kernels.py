@@ -110,7 +110,7 @@ class FusedKernels:
         # The first use of a transport runs the self-test of the kernels, so it comes before the operation starts.
         self._hopper = Hopper.of(transport) if plan.kernel == "hopper" else None
 
-    def table(self, layout: ChunkLayout, order: str, block: int | None) -> Any:
+    def table(self, layout: ChunkLayout, order: str, block: int) -> Any:
         """Return a cached device table of row tiles in order of `arrival` or `departure`, or of `own` rows."""
         from megatron_overlap.kernels.launch import RowTiles
         from megatron_overlap.schedules.tile_order import arrival_order, departure_order, row_tiles
@@ -133,10 +133,3 @@ class FusedKernels:
         depth, columns = b.shape
         config = config_for(capability, a.shape[0], columns, depth, num_programs=self.programs, other=other)
         return config if self._hopper is None else self._hopper.config(a, b, config, out)
-
-    def wgrad_config(self, w: torch.Tensor) -> Any:
-        """Tile shape for a weight gradient."""
-        from megatron_overlap.kernels.launch import ALIGNMENT, WGRAD, WGRAD_ODD, newest
-
-        aligned = all(extent % ALIGNMENT == 0 for extent in w.shape)
-        return (WGRAD if aligned else WGRAD_ODD)[newest(self._transport.backend.capability)]

@@ -83,15 +83,20 @@ class IntraNodeGather:
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        self._launches.append(partial(self._launch_wgrad, dy, x, *wgrad.accumulator()))
+        """One GEMM after the last row: each tile of the gradient needs all rows, so it could not start before."""
+
+        def add() -> None:
+            self._wait_all()
+            wgrad.add(self.full if dy is None else dy, self.full if x is None else x)
+
+        self._launches.append(add)
 
     def rows(self, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return a copy of all rows, in `out` if given; complete after `finish`."""
         out = torch.empty_like(self.full) if out is None else out
 
         def copy_rows() -> None:
-            num_flags = self._transport.size * self._layout.chunks_per_rank
-            self._transport.wait_all(self._op.flags[:num_flags], self._op.epoch)
+            self._wait_all()
             out.copy_(self.full)
 
         self._launches.append(copy_rows)
@@ -115,15 +120,9 @@ class IntraNodeGather:
         tiles, programs = self._kernels.table(self._layout, "arrival", config.block_m), self._kernels.programs
         ag_gemm(self.full, b, out, bias, tiles=tiles, waits=waits, config=config, num_programs=programs)
 
-    def _launch_wgrad(self, dy: torch.Tensor | None, x: torch.Tensor | None, out: torch.Tensor, add: bool) -> None:
-        from megatron_overlap.kernels.wgrad import wgrad
-
-        if x is not None and x.stride(-1) != 1:
-            x = x.contiguous()
-        dy, x = self.full if dy is None else dy, self.full if x is None else x
-        chunks, config = self._kernels.table(self._layout, "arrival", None), self._kernels.wgrad_config(out)
-        waits, programs = _waits(self._transport, self._op), self._kernels.programs
-        wgrad(dy, x, out, chunks=chunks, waits=waits, config=config, num_programs=programs, add=add)
+    def _wait_all(self) -> None:
+        num_flags = self._transport.size * self._layout.chunks_per_rank
+        self._transport.wait_all(self._op.flags[:num_flags], self._op.epoch)
 
 
 class IntraNodeScatter:
