@@ -43,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        print(f"{PROGRAM}: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130

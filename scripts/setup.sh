@@ -39,8 +39,12 @@ setup_environment() {
     "$python" -m venv --help >/dev/null 2>&1 ||
         say_missing "$python has no venv module: install it (Debian and Ubuntu: apt install python3-venv)"
     printf 'megatron_overlap: installing into .venv with %s (torch and megatron-core: about 5 GB)\n' "$python" >&2
+    if [ -e .venv ] && [ ! -e .venv/installed ]; then
+        say_missing ".venv exists, and this script has not made it: move it away"
+    fi
     rm -rf .venv
     "$python" -m venv .venv
+    touch .venv/installed
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
     printf '%s' "$wanted" > .venv/installed
 }

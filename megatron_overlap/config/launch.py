@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from megatron_overlap.config.errors import Problem, did_you_mean, raise_first
 from megatron_overlap.config.overlap import OverlapFields
@@ -36,12 +35,6 @@ PRESETS = _CONTENT["presets"]
 def _argument(value: object) -> object:
     """Convert a number to text: YAML reads `--lr, 0.1` in a list as a text and a number."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
-def _time_limit(value: object) -> object:
-    if isinstance(value, int):
-        raise PydanticCustomError("remedy", "put it in quotes: YAML reads 12:00:00 as a number")
-    return value
 
 
 class ModelConfig(Section):
@@ -128,7 +121,8 @@ class TrainConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
     lr_decay_iterations: Positive | None = None
-    """null: iterations. Set it if a later run continues longer."""
+    """null: iterations. Set it if a later run continues longer; that run also needs the Megatron flag
+    `--override-opt_param-scheduler`."""
     lr_warmup_iterations: NonNegative = 0
     weight_decay: NonNegativeFloat = 0.01
     clip_grad: NonNegativeFloat = 1.0
@@ -194,7 +188,7 @@ class SlurmConfig(Section):
     """torchrun: one task per node, which starts its ranks; ranks: one task per rank."""
     account: Text | None = None
     partition: Text | None = None
-    time: Annotated[Text | None, BeforeValidator(_time_limit)] = None
+    time: Text | None = None
     """Time limit, such as 04:00:00."""
     directives: tuple[Text, ...] = Field(default=(), strict=False)
     """More options of sbatch, such as `--exclusive`."""

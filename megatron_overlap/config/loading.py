@@ -1,7 +1,9 @@
 """Read and validate configs from YAML files and overrides. Every error is a `ConfigError`."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,7 +45,8 @@ class LaunchConfig(LaunchFields):
 
 
 def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, inputs: bool = False) -> LaunchConfig:
-    """Read, merge and validate a launch config; with `inputs` also check that its data, script and checkpoint exist.
+    """Read, merge and validate a launch config; with `inputs` also check that its data, script and checkpoint exist,
+    and make the folder of `train.save`.
 
     The `base` files are read first: files relative to `path`, or names of shipped configs. Overrides are `key=value`
     texts, applied last; `overlap.*.method=none` reaches every method.
@@ -51,7 +54,7 @@ def load_launch_config(path: str | Path, overrides: Sequence[str] = (), *, input
     composed = _compose(path, overrides, is_launch=True)
     config = validate(LaunchConfig, composed)
     if inputs:
-        for problem in missing_inputs(config):
+        for problem in chain(missing_inputs(config), unwritable_outputs(config)):
             raise ConfigError(composed.source_of(problem.key), problem.key, problem.value, problem.remedy)
     return config
 
@@ -93,6 +96,19 @@ def missing_inputs(cfg: LaunchConfig) -> Iterator[Problem]:
         if size > cfg.model.vocab_size:  # an id outside the embedding fails inside a step
             remedy = f"the data has ids up to {size - 1}; use a vocab_size of at least {size}"
             yield Problem("model.vocab_size", cfg.model.vocab_size, remedy)
+
+
+def unwritable_outputs(cfg: LaunchConfig) -> Iterator[Problem]:
+    """A folder of checkpoints that cannot be made or written. Makes the folder."""
+    if cfg.train.save is not None:
+        folder = Path(cfg.train.save)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            reason = None if os.access(folder, os.W_OK | os.X_OK) else "permission denied"
+        except OSError as error:
+            reason = (error.strerror or type(error).__name__).lower()
+        if reason is not None:
+            yield Problem("train.save", cfg.train.save, f"cannot be written ({reason}); give another folder, or null")
 
 
 def load_overlap_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[OverlapConfig, LaunchSection]:

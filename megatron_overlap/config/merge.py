@@ -4,6 +4,7 @@ OmegaConf reads the files with a safe loader, and interpolations are refused: re
 read the environment.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -19,6 +20,10 @@ from megatron_overlap.config.resources import shipped_config
 
 Tree = dict[str, Any]
 
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?)")
+"""Numbers with a leading zero or a colon, which YAML reads to base 8 and 60."""
+
+_QUOTE = "YAML reads this as a number to base 8 or 60; put it in quotes, or write it without the zero or the colon"
 MAPPING = "a config is a mapping; start with a key such as `model:`"
 
 
@@ -128,7 +133,11 @@ def _read(path: Path, named_in: str | None) -> Tree:
 
 def _parse(file: str, text: str) -> Tree:
     try:
+        for line, shown in _in_other_base(text):
+            raise ConfigError(file, f"line {line}", shown, _QUOTE)
         loaded = OmegaConf.load(StringIO(text))
+    except ConfigError:
+        raise
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
         if mark is None:
@@ -149,6 +158,14 @@ def _parse(file: str, text: str) -> Tree:
     return {str(key): value for key, value in tree.items()}
 
 
+def _in_other_base(text: str) -> Iterator[tuple[int, str]]:
+    """The line and text of the plain values that YAML reads as numbers to another base than 10."""
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OTHER_BASE.fullmatch(event.value):
+            assert event.start_mark is not None
+            yield event.start_mark.line + 1, event.value
+
+
 def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator[Layer]:
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -159,9 +176,13 @@ def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator
     if key == "base" or key.startswith("base."):
         raise ConfigError(source, key, value, "overrides cannot set base; set it in a file")
     try:
+        for _, shown in _in_other_base(value):
+            raise ConfigError(source, key, shown, _QUOTE)
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except ConfigError:
+        raise
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(source, key, value, "is not valid YAML value; quote it") from error
+        raise ConfigError(source, key, value, "is not a valid YAML value; quote it") from error
     assert isinstance(parsed, dict)
     for name in sections if ".*." in key else ("",):
         tree: Any = parsed.get("value")

@@ -18,8 +18,8 @@ def plan(
     config: Annotated[
         list[str] | None, Argument(help="Launch config (file or shipped name) and key=value: gives ranks and nodes.")
     ] = None,
-    ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch.")] = None,
-    nodes: Annotated[int | None, Option(min=1, help="Number of nodes.")] = None,
+    ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch. Default: 8.")] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Number of nodes. Default: 1.")] = None,
     nics: Annotated[int, Option(min=1, help="Network cards per node.")] = 1,
     capacity: Annotated[int | None, Option(min=1, help="Largest number of tokens of a rank in one pass.")] = None,
     method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",

@@ -236,4 +236,6 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
         raise usage_error("trace --steps", text, "write FIRST:LAST, FIRST:, :LAST or one number")
     first, colon, last = (text or ":").partition(":")
     last = last if colon else first
+    if first and last and int(first) > int(last):
+        raise usage_error("trace --steps", text, "the first step is greater than the last one")
     return int(first) if first else None, int(last) if last else None

@@ -127,6 +127,7 @@ def test_the_command_writes_a_chrome_trace_and_prints_the_table(
         (["damaged"], "events-rank0.bin: an event refers to an unknown name: the file is damaged"),
         (["good", "--steps", "7:9"], "--steps: 7:9: the run has steps 1 to 2"),
         (["good", "--steps", ":"], "write FIRST:LAST"),
+        (["good", "--steps", "2:1"], "--steps: 2:1: the first step is greater than the last one"),
         (["good", "--output", "none/x.json"], "No such file or directory; give a path that can be written"),
     ],
 )

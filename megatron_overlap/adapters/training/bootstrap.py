@@ -149,9 +149,12 @@ class ScriptRun:
         return 1
 
     def finish(self, code: int) -> int:
-        """Reports, reverts all patches, closes the process groups; returns the exit code of the process."""
+        """Reports, reverts all patches, closes the process groups; returns the exit code of the process.
+
+        After a failure the report is only written to the run folder, so that the output ends with the cause.
+        """
         try:
-            if self._rank == 0:
+            if self._rank == 0 and code == 0:
                 print(self._session.report().render(), flush=True)
             if self._recorder is not None:
                 self._recorder.finish(self._session.report().as_dict(), succeeded=code == 0)

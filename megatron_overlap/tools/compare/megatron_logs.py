@@ -130,6 +130,8 @@ def _workload(log: Log, rows: Sequence[Mapping[str, float]]) -> Workload:
     tokens = int(batch) * log.seq_length if batch is not None and log.seq_length is not None else None
     counted = [row["tflops"] * row["step_time_ms"] * 1e9 for row in rows[WARM_UP_ITERATIONS:] if row.get("tflops")]
     if not counted:
-        return Workload(tokens, None, "not in the log: run with --log-throughput", log.world_size)
+        logged = any("tflops" in row for row in rows)
+        missing = "0.0 in the log, which has one decimal" if logged else "not in the log: run with --log-throughput"
+        return Workload(tokens, None, missing, log.world_size)
     convention = "as Megatron logged them (--log-throughput), one decimal"
     return Workload(tokens, median(counted) * (log.world_size or 1), convention, log.world_size)

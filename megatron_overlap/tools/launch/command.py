@@ -26,7 +26,7 @@ from megatron_overlap.schedules.heuristics import KNOBS, max_p2p_settings
 from megatron_overlap.session_report import autotune_table
 from megatron_overlap.tools.launch.downscale import downscale
 from megatron_overlap.tools.launch.netlab import NetlabError
-from megatron_overlap.tools.launch.plan import LOG_FOLDER, batch_file, changed, execute, plan, unused_folder
+from megatron_overlap.tools.launch.plan import LOG_FOLDER, LaunchPlan, batch_file, changed, execute, plan, unused_folder
 from megatron_overlap.tools.launch.processes import OnLine, RunError
 from megatron_overlap.tools.launch.rehearsal import max_local_ranks, permits_table, steps_table
 from megatron_overlap.tools.launch.rehearsal import rehearse as run_rehearsal
@@ -96,9 +96,13 @@ def launch(
         require_shared_options("launch", rendezvous, run_dir, cfg.launch.nodes)
     folder = run_dir or unused_folder(cfg.launch.output_dir, cfg.name)
     try:
-        planned = plan(cfg, folder, rendezvous=rendezvous)
+        return _launch(plan(cfg, folder, rendezvous=rendezvous), dry_run)
     except ConfigError as error:  # the plan knows the config's name; the message names its file
         raise ConfigError(str(config), error.key, error.value, error.remedy) from error
+
+
+def _launch(planned: LaunchPlan, dry_run: bool) -> int:
+    cfg, folder = planned.config, planned.run_dir
     if dry_run:
         print(planned.render())
         return 0
@@ -190,6 +194,8 @@ def refuse_options(context: Context, names: Sequence[str], remedy: str) -> None:
 
 def require_shared_options(command: str, rendezvous: str | None, run_dir: Path | None, nodes: int) -> None:
     """Require the options that must be the same on every node of a multi-node run."""
+    if rendezvous is not None and not re.fullmatch(r".+:\d+", rendezvous):
+        raise usage_error(f"{command} --rendezvous", rendezvous, "give HOST:PORT of the first node")
     for option, value, what in (
         ("--rendezvous", rendezvous, "HOST:PORT of the first node"),
         ("--run-dir", run_dir, "a folder that all nodes share"),

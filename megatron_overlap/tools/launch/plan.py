@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -143,11 +144,12 @@ def execute(
     in the run directory then has no hosts, and `on_note` gets a note for the user.
 
     Raises:
-        ConfigError: the run directory cannot be made.
+        ConfigError: the run directory cannot be made, or this machine has too few GPUs.
         NetlabError: the machine cannot make the hosts; no rank was started.
         RunError: see `run_ranks`.
     """
     folder, hosts = launch_plan.run_dir, launch_plan.config.launch.hosts
+    _require_gpus(launch_plan.config)
     with contextlib.ExitStack() as stack:
         if launch_plan.lab is not None and hosts is not None:
             try:
@@ -168,6 +170,17 @@ def execute(
         if config.launch.nodes > 1:  # each node has a rank 0 of its own: torchrun
             logs /= socket.gethostname()
         return run_ranks(launch_plan.commands, timeout_s=timeout_s, log_dir=logs, lab=launch_plan.lab, on_line=on_line)
+
+
+def _require_gpus(cfg: LaunchConfig) -> None:
+    if cfg.launch.device != "cuda":
+        return
+    # In another process: a command of the plugin does not import torch.
+    argv = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    count = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
+    if count.isdigit() and int(count) < cfg.ranks_per_node:
+        reason = f"torch finds {count} GPUs on this machine, and a node of the launch has {cfg.ranks_per_node} ranks"
+        raise ConfigError(cfg.name, "launch.device", "cuda", f"{reason}; use launch --rehearse, or launch.device=cpu")
 
 
 _RUN_DIR = Path("/MEGATRON_OVERLAP_RUN_DIR")  # replaced by "$RUN_DIR", which contains the job id

@@ -23,7 +23,7 @@ from megatron_overlap.tools.simulate.linear import LinearOverlap, Method, unsupp
 from megatron_overlap.tools.simulate.step import StepTime, simulate_step
 from megatron_overlap.tools.simulate.sweep import Memory, memory_of, sweep
 
-DISCLAIMER = "Simulated, not measured. docs/simulate.md lists the known errors."
+DISCLAIMER = "Simulated, not measured. The accuracy is in docs/simulate.md."
 
 _METHODS: dict[str, Method | Literal["auto"]] = {
     "no overlap": "serial",

@@ -112,6 +112,19 @@ def test_a_failed_rank_ends_the_launch_and_is_named(forked_python: ForkedPython,
     assert with_token(entry.stem) == []
 
 
+def test_the_error_of_rank_0_ends_its_output(config: Path, tmp_path: Path) -> None:
+    """Not the report, of which the last lines would be shown instead."""
+    entry = tmp_path / "failing.py"
+    entry.write_text(
+        "import os, time\nif os.environ['RANK'] == '0':\n    raise OSError('the disk is full')\ntime.sleep(99)"
+    )
+    done = start(config, f"launch.entry={entry}", "launch.hosts=null", "launch.ranks_per_node=2", "--run-dir", tmp_path)
+    assert done.returncode == 1
+    assert "rank 0 on localhost: exit code 1" in done.stderr
+    assert "OSError: the disk is full" in done.stderr.splitlines()[-1]
+    assert (tmp_path / "report-rank0.json").exists()
+
+
 @NEEDS_NETLAB
 def test_ctrl_c_ends_all_ranks(config: Path, tmp_path: Path) -> None:
     entry = tmp_path / f"{new_token()}.py"
@@ -158,6 +171,15 @@ def test_without_permission_for_namespaces_launch_fails_or_reports_loopback(
             "{config} (override): launch.hosts.hosts: 252: use a whole number",
         ),
         (["launch.entry=/no/such.py"], "{config} (override): launch.entry: /no/such.py: no such file"),
+        (
+            ["train.save=/proc/a"],
+            "{config} (override): train.save: /proc/a: cannot be written (no such file or directory)",
+        ),
+        (
+            ["launch.device=cuda", "launch.hosts=null", "launch.ranks_per_node=64", "train.global_batch_size=32"],
+            "{config}: launch.device: cuda: torch finds",
+        ),
+        (["--rendezvous", "a:b"], "command line: launch --rendezvous: a:b: give HOST:PORT"),
         (["launch.hosts.gpbs=1"], "{config} (override): launch.hosts.gpbs: 1: unknown key; did you mean gbps?"),
         (
             ["launch.device=cuda", "launch.hosts=null", "launch.nodes=2"],

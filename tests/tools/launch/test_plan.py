@@ -148,6 +148,7 @@ def test_several_nodes_of_gpus(given: str | None, shown: str) -> None:
 def test_each_node_has_a_folder_of_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run directory may be on a file system that all nodes share."""
     folders = []
+    monkeypatch.setattr(plan_module, "_require_gpus", lambda cfg: None)
     monkeypatch.setattr(plan_module, "run_ranks", lambda *_, log_dir, **__: folders.append(log_dir))
     for nodes, host in ((2, "n0"), (2, "n1"), (1, "n0")):
         monkeypatch.setattr(plan_module.socket, "gethostname", lambda host=host: host)
