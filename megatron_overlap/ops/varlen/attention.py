@@ -31,7 +31,6 @@ def balanced_attention(
     index: int = 0,
     group: dist.ProcessGroup | Transport | VarlenTransports,
     softmax_scale: float | None = None,
-    window: int | None = None,
     passing: Passing | None = None,
     layout: Layout = "attention",
     observer: Observer | None = None,
@@ -50,7 +49,6 @@ def balanced_attention(
         index: index of the pass.
         group: the ranks of the plan in order, or their transport or transports.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
-        window: number of keys before its own position that a query sees; None is all of its document.
         passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
         layout: layout of the arguments and the result, `attention` or `linear`.
         observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
@@ -64,8 +62,6 @@ def balanced_attention(
     """
     transports = _transports(group)
     size, rank = transports.inter.size, transports.inter.rank
-    if window is not None and window < 0:
-        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
     if size != plan.topology.ranks:
         raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {size}")
     if not 0 <= index < len(plan.passes):
@@ -87,7 +83,7 @@ def balanced_attention(
     if rebalances is not None and not rebalances[0].moves:
         rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer or unobserved)
+    options = CallOptions(transports, plan, index, scale, passing, rebalances, observer or unobserved)
     return _BalancedAttention.apply(q, k, v, options)
 
 
@@ -106,7 +102,7 @@ class _BalancedAttention(torch.autograd.Function):
         attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale, options.window)
+            documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale)
 
         executor.run(attention, documents)
         if merged.dtype != out.dtype:
@@ -132,7 +128,7 @@ class _BalancedAttention(torch.autograd.Function):
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             attended, grads = Attended(q, k, v, out, lse).rows(rows), (dq[rows], dk[rows], dv[rows])
-            documents_backward(dout[rows], attended, lengths, options.scale, options.window, grads)
+            documents_backward(dout[rows], attended, lengths, options.scale, grads)
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):

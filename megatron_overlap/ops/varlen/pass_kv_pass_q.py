@@ -9,7 +9,6 @@ import torch
 from megatron_overlap.ops.flash_attention import (
     Attended,
     Grads,
-    Mask,
     accumulation_dtype,
     partial_backward,
     partial_forward,
@@ -79,11 +78,11 @@ class RingAttention(ABC):
         both[:, 0], both[:, 1] = pick(self.k, runs), pick(self.v, runs)
 
     @abstractmethod
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        """Attention of own queries with own keys."""
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        """Attention of own queries with own keys: of the same rows if `causal`, otherwise of earlier keys."""
 
     @abstractmethod
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         """Attention of own rows with rows of a payload. Results for its owner go to rows `runs` of `result`."""
 
     def reset(self, result: torch.Tensor) -> None:
@@ -105,17 +104,19 @@ class ForwardPassKV(RingAttention):
     passing: ClassVar[Passing] = "kv"
     backward: ClassVar[bool] = False
 
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        result = partial_forward(pick(self.q, queries), pick(self.k, keys), pick(self.v, keys), self.scale, mask)
-        if mask is not None and mask.offset == 0:
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        k, v = pick(self.k, keys), pick(self.v, keys)
+        result = partial_forward(pick(self.q, queries), k, v, self.scale, causal=causal)
+        if causal:
             (rows,) = queries
             self.out[rows], self.lse[rows] = result
         else:
             merge(self.out, self.lse, queries, *result)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         both = rows.view(-1, 2, *self.k.shape[1:])
-        merge(self.out, self.lse, own, *partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask))
+        term = partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, causal=False)
+        merge(self.out, self.lse, own, *term)
 
 
 class ForwardPassQ(ForwardPassKV):
@@ -126,9 +127,10 @@ class ForwardPassQ(ForwardPassKV):
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         payload.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         q = rows.view(-1, *self.q.shape[1:])
-        merge(*self._split(result), runs, *partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask))
+        k, v = pick(self.k, own), pick(self.v, own)
+        merge(*self._split(result), runs, *partial_forward(q, k, v, self.scale, causal=False))
 
     def reset(self, result: torch.Tensor) -> None:
         out, lse = self._split(result)
@@ -163,20 +165,20 @@ class BackwardPassKV(RingAttention):
     dk: torch.Tensor
     dv: torch.Tensor
 
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), mask)
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), causal=causal)
         add(self.dq, queries, dq)
         add(self.dk, keys, dk)
         add(self.dv, keys, dv)
 
-    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> Grads:
+    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Grads:
         dout, q, out, lse = (pick(x, queries) for x in (self.dout, self.q, self.out, self.lse))
-        return partial_backward(dout, Attended(q, k, v, out, lse), self.scale, mask)
+        return partial_backward(dout, Attended(q, k, v, out, lse), self.scale, causal=causal)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         shape = (-1, 2, *self.k.shape[1:])
         both, grads = rows.view(shape), result.view(shape)
-        dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], mask)
+        dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], causal=False)
         add(self.dq, own, dq)
         add(grads[:, 0], runs, dk)
         add(grads[:, 1], runs, dv)
@@ -196,12 +198,12 @@ class BackwardPassQ(BackwardPassKV):
         parts = [pick(x, runs).flatten(1) for x in (self.q, self.dout, self.out)]
         torch.cat([*parts, pick(self.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         width = self.q.shape[1:].numel()
         q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
         lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
         attended = Attended(q, pick(self.k, own), pick(self.v, own), out, lse)
-        dq, dk, dv = partial_backward(dout, attended, self.scale, mask)
+        dq, dk, dv = partial_backward(dout, attended, self.scale, causal=False)
         add(result.view(-1, *self.q.shape[1:]), runs, dq)
         add(self.dk, own, dk)
         add(self.dv, own, dv)
