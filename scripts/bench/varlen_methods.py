@@ -233,7 +233,7 @@ class Messages:
     def begin(self, *, backward: bool, kinds: Sequence[str] = ("payload", "result")) -> list[RowMessages]:
         """Posts the messages of one direction: payloads, and results."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
-        traffic = shape.traffic(shape.cheaper(backward=backward), backward)
+        traffic = shape.backward_traffic(shape.backward_passing()) if backward else shape.forward_traffic()
         p2p_works = []
         for number, group in enumerate(messages_of(self._plan, 0, traffic)):
             most = max((rows for payload in group.payloads for rows in payload.rows), default=0)

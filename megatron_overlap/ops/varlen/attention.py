@@ -15,7 +15,7 @@ from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.call import Observer, unobserved
 from megatron_overlap.ops.flash_attention import Attended, accumulation_dtype, documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
-from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
+from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
@@ -49,7 +49,8 @@ def balanced_attention(
         index: index of the pass.
         group: the ranks of the plan in order, or their transport or transports.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
-        passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
+        passing: `kv` for pass-KV or `q` for pass-Q in backward; None selects the one with fewer bytes. Forward is
+            pass-KV, which always sends fewer.
         layout: layout of the arguments and the result, `attention` or `linear`.
         observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
 
@@ -98,8 +99,7 @@ class _BalancedAttention(torch.autograd.Function):
         rings = slice(0, executor.own.num_ring_rows)
         # Partial results of rings are merged in the accumulation dtype and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
-        passing = options.passing or Shape.of(q, k).cheaper(backward=False)
-        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
+        attention = ForwardPassKV(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale)
@@ -122,7 +122,7 @@ class _BalancedAttention(torch.autograd.Function):
         dq, dk, dv = executor.results
         rings = slice(0, executor.own.num_ring_rows)
         sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
-        passing = options.passing or Shape.of(q, k).cheaper(backward=True)
+        passing = options.passing or Shape.of(q, k).backward_passing()
         kind = BackwardPassKV if passing == "kv" else BackwardPassQ
         attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 

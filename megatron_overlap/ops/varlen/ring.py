@@ -288,7 +288,7 @@ class RingGroupRun:
         rows = result = self._payloads.received[key]
         if self._results is not None:
             result = self._results.sent[key]
-            attention.reset(result)
+            result.zero_()
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
         rows_of, is_kv = rows_in_payload(self._ring_group, payload), attention.passing == "kv"
@@ -304,8 +304,8 @@ class RingGroupRun:
         assert self._results is not None
         key = self.number, step.payload, step.step
         if step.step:
-            received = self._results.received[self.number, step.payload, step.step - 1]
-            self.attention.accumulate(self._results.sent[key], received)
+            result = self._results.sent[key]
+            result += self._results.received[self.number, step.payload, step.step - 1]
         self._results.messages.mark_ready(self._results.numbers[key])
 
     def _apply_result(self, index: int) -> None:

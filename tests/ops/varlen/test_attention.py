@@ -139,14 +139,13 @@ def test_several_passes(world: World) -> None:
 
 
 def test_the_cheaper_of_pass_kv_and_pass_q_is_selected() -> None:
-    """Forward always uses pass-KV. Backward with as many key heads as query heads uses pass-Q in bf16, not in fp32."""
+    """Backward with as many key heads as query heads uses pass-Q in bf16, not in fp32."""
     mha_bf16 = Shape(heads=8, kv_heads=8, size=64, dtype=torch.bfloat16)
     mha_fp32 = Shape(heads=8, kv_heads=8, size=64, dtype=torch.float32)
     gqa_bf16 = Shape(heads=8, kv_heads=2, size=64, dtype=torch.bfloat16)
-    assert mha_bf16.cheaper(backward=False) == "kv"
-    assert mha_bf16.cheaper(backward=True) == "q"
-    assert mha_fp32.cheaper(backward=True) == "kv"
-    assert gqa_bf16.cheaper(backward=True) == "kv"
+    assert mha_bf16.backward_passing() == "q"
+    assert mha_fp32.backward_passing() == "kv"
+    assert gqa_bf16.backward_passing() == "kv"
 
 
 def test_bytes_of_pass_kv(world: World) -> None:
