@@ -11,7 +11,7 @@ Three layouts, by function:
 - `partial_*` and `documents_*`: rows of documents, `[rows, H, D]`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -25,20 +25,12 @@ _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Query rows that share one mask tensor on the CPU. The mask has this number of rows times the visible keys, and the CPU
-# kernel also computes the masked scores.
-_TILE_ROWS = 256
-
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of query, key and value."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of whole sequences as a function of query `[S, B, Hq, D]`, key and value `[S, B, Hkv, D]`, to `[S, B, Hq,
 D]`. Autograd differentiates it."""
-
-
-TileMask = torch.Tensor | tuple[int, int]
-"""CPU: a tensor that is added to the scores. CUDA: how far a query sees to the left and to the right."""
 
 _Sequences = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
 """First rows of packed sequences and their longest length, each of queries and keys."""
@@ -64,36 +56,33 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, tile_mask: TileMask | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals `softmax(scale * q @ k.T, mask) @ v` for each head, in one kernel call.
+    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head, in one kernel call.
 
     Args:
         q: `[B, Hq, n, D]`, D innermost in memory.
         k: `[B, Hkv, m, D]`; Hq / Hkv consecutive query heads share a key head.
         v: `[B, Hkv, m, D]`.
         causal: query i sees keys 0..i.
-        tile_mask: a mask of this tile.
 
     Returns:
         `[B, Hq, n, D]`, dtype of `q`, and the log-sum-exp `[B, Hq, n]` in fp32 (fp64 for fp64).
     """
     if not q.is_cuda:
-        return _flash_cpu(q, k, v, 0.0, causal, attn_mask=tile_mask, scale=scale)
+        return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
     sequences = None, None, q.shape[2], k.shape[2]
-    out, lse = _cuda_forward([x.transpose(1, 2) for x in (q, k, v)], sequences, causal, scale, tile_mask)
+    out, lse = _cuda_forward([x.transpose(1, 2) for x in (q, k, v)], sequences, causal, scale)
     return out.transpose(1, 2), lse
 
 
-def flash_backward(
-    dout: torch.Tensor, attended: Attended, *, causal: bool, scale: float, tile_mask: TileMask | None = None
-) -> Grads:
+def flash_backward(dout: torch.Tensor, attended: Attended, *, causal: bool, scale: float) -> Grads:
     """Gradients of `flash_forward`."""
     if not dout.is_cuda:
-        return _flash_cpu_backward(dout, *attended, 0.0, causal, attn_mask=tile_mask, scale=scale)
+        return _flash_cpu_backward(dout, *attended, 0.0, causal, scale=scale)
     sequences = None, None, attended.q.shape[2], attended.k.shape[2]
     rows = [*(x.transpose(1, 2) for x in (dout, *attended[:4])), attended.lse.contiguous()]
-    dq, dk, dv = (grad.transpose(1, 2) for grad in _cuda_backward(rows, sequences, causal, scale, tile_mask))
+    dq, dk, dv = (grad.transpose(1, 2) for grad in _cuda_backward(rows, sequences, causal, scale))
     return dq, dk, dv
 
 
@@ -155,83 +144,55 @@ def sequence_backward(saved: SavedSequence, grad: torch.Tensor, *, causal: bool,
     return dq, dk, dv
 
 
-class Mask(NamedTuple):
-    """Query row i sees key row j if and only if `0 <= offset + i - j <= window`.
-
-    Attributes:
-        offset: position of the first query minus the position of the first key.
-        window: number of keys before its own position that a query sees; None is all.
-    """
-
-    offset: int
-    window: int | None
-
-
 def partial_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals `softmax(scale * q @ k.T, mask) @ v` for each head: some queries with some keys of one document.
+    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head: some queries with some keys of one document.
 
-    `q` is `[n, Hq, D]`, `k` and `v` are `[m, Hkv, D]`, n and m above 0, D innermost in memory; see `flash_forward`.
+    `q` is `[n, Hq, D]`, `k` and `v` are `[m, Hkv, D]`, n and m above 0, D innermost in memory; see `flash_forward`. If
+    `causal`, they are the same rows of the document; otherwise each query sees all keys.
 
     Returns:
-        `[n, Hq, D]`, dtype of `q`, and the log-sum-exp `[n, Hq]` in fp32 (fp64 for fp64). A query without visible keys
-        gets 0 and the smallest finite number.
+        `[n, Hq, D]`, dtype of `q`, and the log-sum-exp `[n, Hq]` in fp32 (fp64 for fp64).
     """
-    if _is_one_call(q, k, mask):
-        return _forward(q, k, v, scale, mask is not None)
-    assert mask is not None
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse_dtype = accumulation_dtype(q.dtype)
-    lse = torch.full(q.shape[:2], torch.finfo(lse_dtype).min, dtype=lse_dtype, device=q.device)
-    for rows, keys, tile_mask in _tiles(q, k, mask):
-        out[rows], lse[rows] = _forward(q[rows], k[keys], v[keys], scale, False, tile_mask)
-    return out, lse
+    out, lse = flash_forward(_heads(q), _heads(k), _heads(v), causal=causal, scale=scale)
+    return out[0].transpose(0, 1), lse[0].t()
 
 
-def partial_backward(dout: torch.Tensor, attended: Attended, scale: float, mask: Mask | None) -> Grads:
+def partial_backward(dout: torch.Tensor, attended: Attended, scale: float, *, causal: bool) -> Grads:
     """The contribution of these keys to the gradients. `out` and `lse` are merged over all keys of the queries."""
-    q, k, v, out, lse = attended
-    if _is_one_call(q, k, mask):
-        return _backward(dout, attended, scale, mask is not None)
-    assert mask is not None
-    grads = tuple(torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v))
-    for rows, keys, tile_mask in _tiles(q, k, mask):
-        tile = Attended(q[rows], k[keys], v[keys], out[rows], lse[rows])
-        parts = _backward(dout[rows], tile, scale, False, tile_mask)
-        for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
-            grad[place] += part
-    return grads  # type: ignore[return-value]
+    dout, q, k, v, out = map(_heads, (dout, *attended[:4]))
+    by_heads = Attended(q, k, v, out, attended.lse.t()[None])
+    dq, dk, dv = (grad[0].transpose(0, 1) for grad in flash_backward(dout, by_heads, causal=causal, scale=scale))
+    return dq, dk, dv
 
 
-def documents_forward(attended: Attended, lengths: Sequence[int], scale: float, window: int | None) -> None:
+def documents_forward(attended: Attended, lengths: Sequence[int], scale: float) -> None:
     """Writes causal attention of consecutive whole documents to `out` `[rows, Hq, D]` and `lse` `[rows, Hq]`."""
     q, k, v, out, lse = attended
     if q.is_cuda:
         starts, longest = _cu_seqlens(lengths, q.device), max(lengths)
-        sequences, tile_mask = (starts, starts, longest, longest), None if window is None else (window, 0)
-        result, log = _cuda_forward((q, k, v), sequences, True, scale, tile_mask)
+        result, log = _cuda_forward((q, k, v), (starts, starts, longest, longest), True, scale)
         out.copy_(result)
         lse.copy_(log.t())
         return
     for rows in _runs(lengths):
-        out[rows], lse[rows] = partial_forward(q[rows], k[rows], v[rows], scale, Mask(0, window))
+        out[rows], lse[rows] = partial_forward(q[rows], k[rows], v[rows], scale, causal=True)
 
 
 def documents_backward(
-    dout: torch.Tensor, attended: Attended, lengths: Sequence[int], scale: float, window: int | None, grads: Grads
+    dout: torch.Tensor, attended: Attended, lengths: Sequence[int], scale: float, grads: Grads
 ) -> None:
     """Gradients of `documents_forward`; writes `grads`."""
     if dout.is_cuda:
         starts, longest = _cu_seqlens(lengths, dout.device), max(lengths)
         given = dout.contiguous(), *attended[:4], attended.lse.t().contiguous()
-        sequences = starts, starts, longest, longest
-        parts = _cuda_backward(given, sequences, True, scale, None if window is None else (window, 0))
+        parts = _cuda_backward(given, (starts, starts, longest, longest), True, scale)
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part)
         return
     for rows in _runs(lengths):
-        parts = partial_backward(dout[rows], attended.rows(rows), scale, Mask(0, window))
+        parts = partial_backward(dout[rows], attended.rows(rows), scale, causal=True)
         for grad, part in zip(grads, parts, strict=True):
             grad[rows] = part
 
@@ -264,82 +225,22 @@ class KeyGradients:
         return [total.to(self._dtype) for total in self._totals]
 
 
-def _is_one_call(q: torch.Tensor, k: torch.Tensor, mask: Mask | None) -> bool:
-    """Whether one kernel call without a mask tensor suffices: all keys are visible, or a causal square."""
-    if mask is None:
-        return True
-    return mask.offset == 0 and q.shape[0] == k.shape[0] and (mask.window is None or mask.window >= k.shape[0] - 1)
-
-
-def _tiles(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, TileMask]]:
-    """Runs of query rows that see a key, their visible keys, and the mask between both."""
-    offset, window = mask
-    num_keys = k.shape[0]
-    first, last = max(0, -offset), q.shape[0]
-    if window is not None:
-        last = min(last, num_keys + window - offset)
-    # FlashAttention takes window sizes, so one tile suffices on CUDA.
-    step = max(1, last - first) if q.is_cuda else _TILE_ROWS
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        low = 0 if window is None else max(0, offset + start - window)
-        high = min(num_keys, offset + stop)
-        if q.is_cuda:
-            # FlashAttention aligns the last query with the last key and counts from there.
-            right = offset + stop - high
-            yield slice(start, stop), slice(low, high), (-1 if window is None else window - right, right)
-            continue
-        keys = torch.arange(low, high, device=q.device)
-        distance = offset + torch.arange(start, stop, device=q.device)[:, None] - keys
-        hidden = (distance < 0) if window is None else (distance < 0) | (distance > window)
-        added = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
-        yield slice(start, stop), slice(low, high), added.masked_fill_(hidden, float("-inf"))
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, tile_mask: TileMask | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = flash_forward(_heads(q), _heads(k), _heads(v), causal=causal, scale=scale, tile_mask=tile_mask)
-    return out[0].transpose(0, 1), lse[0].t()
-
-
-def _backward(
-    dout: torch.Tensor, attended: Attended, scale: float, causal: bool, tile_mask: TileMask | None = None
-) -> Grads:
-    dout, q, k, v, out = map(_heads, (dout, *attended[:4]))
-    by_heads = Attended(q, k, v, out, attended.lse.t()[None])
-    grads = flash_backward(dout, by_heads, causal=causal, scale=scale, tile_mask=tile_mask)
-    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
-    return dq, dk, dv
-
-
 def _heads(x: torch.Tensor) -> torch.Tensor:
     """`[n, H, D]` in the layout of `flash_forward`, `[1, H, n, D]`."""
     return x.transpose(0, 1)[None]
 
 
 def _cuda_forward(
-    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
+    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = 0.0, causal, False
-    out, lse, *_ = _aten._flash_attention_forward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
+    out, lse, *_ = _aten._flash_attention_forward(*rows, *sequences, 0.0, causal, False, scale=scale)
     return out, lse
 
 
-def _cuda_backward(
-    rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float, tile_mask: TileMask | None
-) -> Grads:
+def _cuda_backward(rows: Sequence[torch.Tensor], sequences: _Sequences, causal: bool, scale: float) -> Grads:
     # The random state is unused without dropout.
     rng = torch.empty(0, dtype=torch.int64, device=rows[0].device)
-    options = 0.0, causal, rng, rng
-    return _aten._flash_attention_backward(*rows, *sequences, *options, scale=scale, **_window(tile_mask))
-
-
-def _window(tile_mask: TileMask | None) -> dict[str, int]:
-    if tile_mask is None:
-        return {}
-    left, right = tile_mask
-    return {"window_size_left": int(left), "window_size_right": int(right)}
+    return _aten._flash_attention_backward(*rows, *sequences, 0.0, causal, rng, rng, scale=scale)
 
 
 def _runs(lengths: Sequence[int]) -> list[slice]:

@@ -12,7 +12,6 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.transport import Transfer
 from megatron_overlap.ops.flash_attention import (
     Attended,
-    Mask,
     accumulation_dtype,
     documents_backward,
     documents_forward,
@@ -23,9 +22,6 @@ from megatron_overlap.ops.varlen.layout import merge
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
 from megatron_overlap.schedules.plan import Chunk, Message
 from megatron_overlap.schedules.varlen import Plan, Topology
-
-# Up to this number of rows one masked call is cheaper than a full call, a causal call and their merge.
-_FEW_ROWS = 64
 
 
 class AllGather:
@@ -136,18 +132,12 @@ class _Gathered(torch.autograd.Function):
         scale = q.shape[-1] ** -0.5
         for rows, first, start, stop in method.pieces:
             keys, values = both[first : first + stop].unbind(1)
-            if not start or stop - start <= _FEW_ROWS:
-                out[rows], lse[rows] = partial_forward(q[rows], keys, values, scale, Mask(start, None))
-                continue
-            part, part_lse = partial_forward(q[rows], keys[start:], values[start:], scale, Mask(0, None))
-            total = part.to(lse.dtype)
-            merge(
-                total,
-                part_lse,
-                [slice(0, len(total))],
-                *partial_forward(q[rows], keys[:start], values[:start], scale, None),
-            )
-            out[rows], lse[rows] = total, part_lse
+            part, part_lse = partial_forward(q[rows], keys[start:], values[start:], scale, causal=True)
+            if start:
+                earlier = partial_forward(q[rows], keys[:start], values[:start], scale, causal=False)
+                part = part.to(lse.dtype)
+                merge(part, part_lse, [slice(0, len(part))], *earlier)
+            out[rows], lse[rows] = part, part_lse
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.method = method
         return out
@@ -163,12 +153,10 @@ class _Gathered(torch.autograd.Function):
             keys, values = both[first : first + stop].unbind(1)
             sums = dboth[first : first + stop]
             results = out[rows], lse[rows]
-            parts = [(0, stop, Mask(start, None))]
-            if start and stop - start > _FEW_ROWS:
-                parts = [(start, stop, Mask(0, None)), (0, start, None)]
             total = torch.zeros(q[rows].shape, dtype=lse.dtype)
-            for a, b, mask in parts:
-                terms = partial_backward(dout[rows], Attended(q[rows], keys[a:b], values[a:b], *results), scale, mask)
+            for a, b in ((start, stop), (0, start)) if start else ((0, stop),):
+                attended = Attended(q[rows], keys[a:b], values[a:b], *results)
+                terms = partial_backward(dout[rows], attended, scale, causal=b == stop)
                 total += terms[0]
                 sums[a:b, 0] += terms[1]
                 sums[a:b, 1] += terms[2]
@@ -236,7 +224,7 @@ class _Ulysses(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: Ulysses) -> torch.Tensor:
         mine = [x.contiguous() for x in method.to_heads(q, k, v)]
         out, lse = torch.empty_like(mine[0]), mine[0].new_empty(mine[0].shape[:2], dtype=accumulation_dtype(q.dtype))
-        documents_forward(Attended(*mine, out, lse), method.lengths, q.shape[-1] ** -0.5, None)
+        documents_forward(Attended(*mine, out, lse), method.lengths, q.shape[-1] ** -0.5)
         ctx.save_for_backward(*mine, out, lse)
         ctx.method = method
         return method.to_rows(out)[0]
@@ -246,7 +234,7 @@ class _Ulysses(torch.autograd.Function):
         attended = Attended(*ctx.saved_tensors)
         dout = ctx.method.to_heads(grads[0])[0].contiguous()
         mine = torch.empty_like(attended.q), torch.empty_like(attended.k), torch.empty_like(attended.v)
-        documents_backward(dout, attended, ctx.method.lengths, dout.shape[-1] ** -0.5, None, mine)
+        documents_backward(dout, attended, ctx.method.lengths, dout.shape[-1] ** -0.5, mine)
         return (*ctx.method.to_rows(*mine), None)
 
 

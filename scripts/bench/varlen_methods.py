@@ -56,8 +56,8 @@ class Batch:
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         lengths = [length for length in self.lengths if length]
         attended = Attended(q, k, v, out, lse)
-        documents_forward(attended, lengths, scale, None)
-        documents_backward(dout, attended, lengths, scale, None, grads)
+        documents_forward(attended, lengths, scale)
+        documents_backward(dout, attended, lengths, scale, grads)
         return out, *grads
 
 
@@ -233,9 +233,9 @@ class Messages:
     def begin(self, *, backward: bool, kinds: Sequence[str] = ("payload", "result")) -> list[RowMessages]:
         """Posts the messages of one direction: payloads, and results."""
         shape, like = self._shape, torch.empty(0, dtype=self._shape.dtype)
-        traffic = shape.traffic(shape.cheaper(backward=backward), backward)
+        traffic = shape.backward_traffic(shape.backward_passing()) if backward else shape.forward_traffic()
         p2p_works = []
-        for number, group in enumerate(messages_of(self._plan, 0, traffic, None)):
+        for number, group in enumerate(messages_of(self._plan, 0, traffic)):
             most = max((rows for payload in group.payloads for rows in payload.rows), default=0)
             for messages, row_bytes, wide, name in (
                 (group.distribute, traffic.payload_bytes, like, "payload"),

@@ -95,16 +95,13 @@ def expert_parallel(
     return all_to_all(torch.cat(results), *splits[::-1], group)
 
 
-def windowed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, window: int | None = None
-) -> torch.Tensor:
-    """Causal attention of one document, `[L, heads, D]`. A query sees its own key and `window` keys before it."""
+def document_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+    """Causal attention of one document, `[L, heads, D]`."""
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     place = torch.arange(q.shape[0], device=q.device)
-    before = place[:, None] - place
-    hidden = (before < 0) if window is None else (before < 0) | (before > window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    later = place > place[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
 
 
 def places_of(plan: BatchPlan, index: int) -> tuple[SequenceLayout, dict[int, torch.Tensor]]:
@@ -134,7 +131,6 @@ def balanced_attention(
     index: int = 0,
     group: dist.ProcessGroup,
     softmax_scale: float | None = None,
-    window: int | None = None,
 ) -> torch.Tensor:
     """`own_rows(y)`: `y` is the causal attention of each document of pass `index` in `all_gather(q)`, k and v alike."""
     layout, places = places_of(plan, index)
@@ -142,7 +138,7 @@ def balanced_attention(
     whole = [gather(tensor, group, layout) for tensor in (q, k, v)]
     y = torch.zeros_like(whole[0])
     for rows in places.values():
-        document = windowed_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale, window=window)
+        document = document_attention(*(tensor[rows] for tensor in whole), softmax_scale=scale)
         y = y.index_copy(0, rows, document)
     return own_rows(y, layout, dist.get_rank(group))
 

@@ -301,7 +301,7 @@ def documents(rank: Rank, draw: random.Random, group: str) -> Lane:
         rebalances = None
     rows = (plan.tokens(0) if rebalances is None else rebalances[0].before)[rank._ranks[group].index(rank.rank)]
     passing = draw.choice(["kv", "q", None])
-    options = CallOptions(transports, plan, 0, 1.0, None, passing, rebalances, unobserved)
+    options = CallOptions(transports, plan, 0, 1.0, passing, rebalances, unobserved)
     q, k, v, dy = (rank.full(rows, count, 1) for count in (2, 1, 1, 2))
     context: Any = Context()
     _BalancedAttention.forward(context, q, k, v, options).sum()

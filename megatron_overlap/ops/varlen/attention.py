@@ -15,7 +15,7 @@ from megatron_overlap.comm import Transport, transport_of
 from megatron_overlap.ops.call import Observer, unobserved
 from megatron_overlap.ops.flash_attention import Attended, accumulation_dtype, documents_backward, documents_forward
 from megatron_overlap.ops.varlen.executor import Layout, PassExecutor
-from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, ForwardPassQ, Shape
+from megatron_overlap.ops.varlen.pass_kv_pass_q import BackwardPassKV, BackwardPassQ, ForwardPassKV, Shape
 from megatron_overlap.ops.varlen.ring import CallOptions, VarlenTransports
 from megatron_overlap.schedules.varlen import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance, rebalance_to_linear
@@ -31,7 +31,6 @@ def balanced_attention(
     index: int = 0,
     group: dist.ProcessGroup | Transport | VarlenTransports,
     softmax_scale: float | None = None,
-    window: int | None = None,
     passing: Passing | None = None,
     layout: Layout = "attention",
     observer: Observer | None = None,
@@ -50,8 +49,8 @@ def balanced_attention(
         index: index of the pass.
         group: the ranks of the plan in order, or their transport or transports.
         softmax_scale: factor of the scores; None is `1 / sqrt(D)`.
-        window: number of keys before its own position that a query sees; None is all of its document.
-        passing: `kv` for pass-KV or `q` for pass-Q; None selects the one with fewer bytes, in forward and backward.
+        passing: `kv` for pass-KV or `q` for pass-Q in backward; None selects the one with fewer bytes. Forward is
+            pass-KV, which always sends fewer.
         layout: layout of the arguments and the result, `attention` or `linear`.
         observer: called with `forward` or `dgrad` and the number of bytes that this rank sent.
 
@@ -64,8 +63,6 @@ def balanced_attention(
     """
     transports = _transports(group)
     size, rank = transports.inter.size, transports.inter.rank
-    if window is not None and window < 0:
-        raise ValueError(f"window: {window}: give 0 or more keys, or None for all")
     if size != plan.topology.ranks:
         raise ValueError(f"plan: for {plan.topology.ranks} ranks: the group has {size}")
     if not 0 <= index < len(plan.passes):
@@ -87,7 +84,7 @@ def balanced_attention(
     if rebalances is not None and not rebalances[0].moves:
         rebalances = None
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options = CallOptions(transports, plan, index, scale, window, passing, rebalances, observer or unobserved)
+    options = CallOptions(transports, plan, index, scale, passing, rebalances, observer or unobserved)
     return _BalancedAttention.apply(q, k, v, options)
 
 
@@ -102,11 +99,10 @@ class _BalancedAttention(torch.autograd.Function):
         rings = slice(0, executor.own.num_ring_rows)
         # Partial results of rings are merged in the accumulation dtype and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
-        passing = options.passing or Shape.of(q, k).cheaper(backward=False)
-        attention = (ForwardPassKV if passing == "kv" else ForwardPassQ)(options.scale, q, k, v, merged, lse[rings])
+        attention = ForwardPassKV(options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
-            documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale, options.window)
+            documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale)
 
         executor.run(attention, documents)
         if merged.dtype != out.dtype:
@@ -126,13 +122,13 @@ class _BalancedAttention(torch.autograd.Function):
         dq, dk, dv = executor.results
         rings = slice(0, executor.own.num_ring_rows)
         sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
-        passing = options.passing or Shape.of(q, k).cheaper(backward=True)
+        passing = options.passing or Shape.of(q, k).backward_passing()
         kind = BackwardPassKV if passing == "kv" else BackwardPassQ
         attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             attended, grads = Attended(q, k, v, out, lse).rows(rows), (dq[rows], dk[rows], dv[rows])
-            documents_backward(dout[rows], attended, lengths, options.scale, options.window, grads)
+            documents_backward(dout[rows], attended, lengths, options.scale, grads)
 
         executor.run(attention, documents)
         for gradient, total in zip((dq, dk, dv), sums, strict=True):

@@ -1,4 +1,8 @@
-"""Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring."""
+"""Pass-KV and pass-Q (see `schedules.varlen.ring_groups`): what a rank packs, computes and accumulates in a ring.
+
+Forward always uses pass-KV. Pass-Q would send the queries and return their partial results in the accumulation dtype.
+Keys and values have at most as many heads, so they are fewer bytes.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,7 +13,6 @@ import torch
 from megatron_overlap.ops.flash_attention import (
     Attended,
     Grads,
-    Mask,
     accumulation_dtype,
     partial_backward,
     partial_forward,
@@ -33,20 +36,22 @@ class Shape:
         """The shape of queries `[rows, Hq, D]` and keys `[rows, Hkv, D]`."""
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype)
 
-    def traffic(self, passing: Passing, backward: bool) -> Traffic:
-        """Bytes of a payload row (dtype of the data) and of a result row (accumulation dtype; 0 without results)."""
+    def forward_traffic(self) -> Traffic:
+        """Bytes of a row of keys and values; the results stay with the queries."""
+        return Traffic("kv", 2 * self.kv_heads * self.size * self.dtype.itemsize, 0)
+
+    def backward_traffic(self, passing: Passing) -> Traffic:
+        """Bytes of a payload row (dtype of the data) and of a result row (accumulation dtype)."""
         queries, keys = self.heads * self.size, 2 * self.kv_heads * self.size
         narrow, wide = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
         if passing == "kv":
-            return Traffic(passing, keys * narrow, keys * wide if backward else 0)
-        if backward:
-            # Queries, output, output gradient, and the log-sum-exp, which keeps its own dtype.
-            return Traffic(passing, 3 * queries * narrow + self.heads * wide, queries * wide)
-        return Traffic(passing, queries * narrow, (queries + self.heads) * wide)
+            return Traffic(passing, keys * narrow, keys * wide)
+        # Queries, output, output gradient, and the log-sum-exp, which keeps its own dtype.
+        return Traffic(passing, 3 * queries * narrow + self.heads * wide, queries * wide)
 
-    def cheaper(self, backward: bool) -> Passing:
+    def backward_passing(self) -> Passing:
         """Pass-KV or pass-Q, whichever sends fewer bytes; pass-KV if equal. Both send the same number of rows."""
-        kv, q = self.traffic("kv", backward), self.traffic("q", backward)
+        kv, q = self.backward_traffic("kv"), self.backward_traffic("q")
         return "q" if q.payload_bytes + q.result_bytes < kv.payload_bytes + kv.result_bytes else "kv"
 
 
@@ -59,8 +64,7 @@ class RingAttention(ABC):
         out, lse: its results. Forward writes them, in the accumulation dtype.
     """
 
-    passing: ClassVar[Passing]
-    backward: ClassVar[bool]
+    passing: ClassVar[Passing] = "kv"
 
     scale: float
     q: torch.Tensor
@@ -70,8 +74,9 @@ class RingAttention(ABC):
     lse: torch.Tensor
 
     @property
+    @abstractmethod
     def traffic(self) -> Traffic:
-        return Shape.of(self.q, self.k).traffic(self.passing, self.backward)
+        """What travels, and the bytes of a row."""
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         """Copies own rows into the rows of a payload: keys and values, unless a pass-Q class overrides it."""
@@ -79,71 +84,38 @@ class RingAttention(ABC):
         both[:, 0], both[:, 1] = pick(self.k, runs), pick(self.v, runs)
 
     @abstractmethod
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        """Attention of own queries with own keys."""
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        """Attention of own queries with own keys: of the same rows if `causal`, otherwise of earlier keys."""
 
     @abstractmethod
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         """Attention of own rows with rows of a payload. Results for its owner go to rows `runs` of `result`."""
 
-    def reset(self, result: torch.Tensor) -> None:
-        """Sets `result` to the result over no keys and no queries. Forward pass-KV sends no results."""
-        result.zero_()
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        """Adds the received result of earlier ring steps to `result`."""
-        result += received
-
     def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        """Adds the result of all ring steps to own rows."""
+        """Adds the result of all ring steps to own rows. Forward sends no results."""
         raise NotImplementedError
 
 
 class ForwardPassKV(RingAttention):
     """Forward, pass-KV: the results stay with the queries."""
 
-    passing: ClassVar[Passing] = "kv"
-    backward: ClassVar[bool] = False
+    @property
+    def traffic(self) -> Traffic:
+        return Shape.of(self.q, self.k).forward_traffic()
 
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        result = partial_forward(pick(self.q, queries), pick(self.k, keys), pick(self.v, keys), self.scale, mask)
-        if mask is not None and mask.offset == 0:
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        k, v = pick(self.k, keys), pick(self.v, keys)
+        result = partial_forward(pick(self.q, queries), k, v, self.scale, causal=causal)
+        if causal:
             (rows,) = queries
             self.out[rows], self.lse[rows] = result
         else:
             merge(self.out, self.lse, queries, *result)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         both = rows.view(-1, 2, *self.k.shape[1:])
-        merge(self.out, self.lse, own, *partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, mask))
-
-
-class ForwardPassQ(ForwardPassKV):
-    """Forward, pass-Q: partial results and their log-sum-exp return to the owner of the queries."""
-
-    passing: ClassVar[Passing] = "q"
-
-    def pack(self, runs: Runs, payload: torch.Tensor) -> None:
-        payload.view(-1, *self.q.shape[1:]).copy_(pick(self.q, runs))
-
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
-        q = rows.view(-1, *self.q.shape[1:])
-        merge(*self._split(result), runs, *partial_forward(q, pick(self.k, own), pick(self.v, own), self.scale, mask))
-
-    def reset(self, result: torch.Tensor) -> None:
-        out, lse = self._split(result)
-        out.zero_()
-        lse.fill_(torch.finfo(lse.dtype).min)
-
-    def accumulate(self, result: torch.Tensor, received: torch.Tensor) -> None:
-        merge(*self._split(result), [slice(0, received.shape[0])], *self._split(received))
-
-    def apply_result(self, runs: Runs, result: torch.Tensor) -> None:
-        merge(self.out, self.lse, runs, *self._split(result))
-
-    def _split(self, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, heads, size = self.q.shape
-        return result[:, : heads * size].unflatten(1, (heads, size)), result[:, heads * size :]
+        term = partial_forward(pick(self.q, own), both[:, 0], both[:, 1], self.scale, causal=False)
+        merge(self.out, self.lse, own, *term)
 
 
 @dataclass(slots=True)
@@ -155,28 +127,29 @@ class BackwardPassKV(RingAttention):
         dq, dk, dv: gradients, to which the methods add, in the accumulation dtype.
     """
 
-    passing: ClassVar[Passing] = "kv"
-    backward: ClassVar[bool] = True
-
     dout: torch.Tensor
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
 
-    def compute_own(self, queries: Runs, keys: Runs, mask: Mask | None) -> None:
-        dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), mask)
+    @property
+    def traffic(self) -> Traffic:
+        return Shape.of(self.q, self.k).backward_traffic(self.passing)
+
+    def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
+        dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), causal=causal)
         add(self.dq, queries, dq)
         add(self.dk, keys, dk)
         add(self.dv, keys, dv)
 
-    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, mask: Mask | None) -> Grads:
+    def _grads(self, queries: Runs, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Grads:
         dout, q, out, lse = (pick(x, queries) for x in (self.dout, self.q, self.out, self.lse))
-        return partial_backward(dout, Attended(q, k, v, out, lse), self.scale, mask)
+        return partial_backward(dout, Attended(q, k, v, out, lse), self.scale, causal=causal)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         shape = (-1, 2, *self.k.shape[1:])
         both, grads = rows.view(shape), result.view(shape)
-        dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], mask)
+        dq, dk, dv = self._grads(own, both[:, 0], both[:, 1], causal=False)
         add(self.dq, own, dq)
         add(grads[:, 0], runs, dk)
         add(grads[:, 1], runs, dv)
@@ -196,12 +169,12 @@ class BackwardPassQ(BackwardPassKV):
         parts = [pick(x, runs).flatten(1) for x in (self.q, self.dout, self.out)]
         torch.cat([*parts, pick(self.lse, runs).contiguous().view(payload.dtype)], dim=1, out=payload)
 
-    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs, mask: Mask | None) -> None:
+    def compute_step(self, own: Runs, rows: torch.Tensor, result: torch.Tensor, runs: Runs) -> None:
         width = self.q.shape[1:].numel()
         q, dout, out = rows[:, : 3 * width].unflatten(1, (3, *self.q.shape[1:])).unbind(1)
         lse = rows[:, 3 * width :].contiguous().view(self.lse.dtype)
         attended = Attended(q, pick(self.k, own), pick(self.v, own), out, lse)
-        dq, dk, dv = partial_backward(dout, attended, self.scale, mask)
+        dq, dk, dv = partial_backward(dout, attended, self.scale, causal=False)
         add(result.view(-1, *self.q.shape[1:]), runs, dq)
         add(self.dk, own, dk)
         add(self.dv, own, dv)

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.ops.call import Observer
-from megatron_overlap.ops.flash_attention import Mask, accumulation_dtype
+from megatron_overlap.ops.flash_attention import accumulation_dtype
 from megatron_overlap.ops.varlen.layout import Key, OwnRows, RowMessages, Rows, join, pick, rows_in_payload
 from megatron_overlap.ops.varlen.pass_kv_pass_q import RingAttention
 from megatron_overlap.schedules.varlen import Plan, Zone
 from megatron_overlap.schedules.varlen.messages import RingMessages, RingStep, messages_of, received_rows
 from megatron_overlap.schedules.varlen.plan import Ring
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
-from megatron_overlap.schedules.varlen.ring_groups import Block, Passing, blocks, chunks_at
+from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
 
 
 @dataclass(slots=True)
@@ -138,7 +138,6 @@ class CallOptions:
     plan: Plan
     index: int
     scale: float
-    window: int | None
     passing: Passing | None
     rebalances: tuple[Rebalance, Rebalance] | None
     observer: Observer
@@ -150,7 +149,7 @@ def begin_rings(
     """Posts the messages and enqueues the computation of all ring groups of one pass in one direction."""
     runs = [
         RingGroupRun(options, attention, own, *numbered)
-        for numbered in enumerate(messages_of(options.plan, options.index, attention.traffic, options.window))
+        for numbered in enumerate(messages_of(options.plan, options.index, attention.traffic))
     ]
     # One operation for all groups of a zone. With several, a stream could receive results of a later group before it
     # sends those of an earlier one, and ranks would wait for each other.
@@ -276,16 +275,12 @@ class RingGroupRun:
     def _own_runs(self, ring: Ring, chunks: Sequence[int]) -> list[slice]:
         return join([self._own.rows_of(ring, self._position, chunk) for chunk in chunks])
 
-    def _mask(self, ring: Ring, block: Block) -> Mask | None:
-        offset = ring.bounds[block.queries[0]] - ring.bounds[block.keys[0]]
-        return Mask(offset, self._options.window) if block.masked else None
-
     def _compute_own(self) -> None:
         chunks = self._ring_group.chunks_of(self._position)
         for ring in self._ring_group.rings:
-            for block in blocks(ring, chunks, chunks, self._options.window):
+            for block in blocks(ring, chunks, chunks):
                 queries, keys = self._own_runs(ring, block.queries), self._own_runs(ring, block.keys)
-                self.attention.compute_own(queries, keys, self._mask(ring, block))
+                self.attention.compute_own(queries, keys, causal=block.causal)
 
     def _compute_step(self, step: RingStep) -> None:
         key = self.number, step.payload, step.step
@@ -293,24 +288,24 @@ class RingGroupRun:
         rows = result = self._payloads.received[key]
         if self._results is not None:
             result = self._results.sent[key]
-            attention.reset(result)
+            result.zero_()
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
         rows_of, is_kv = rows_in_payload(self._ring_group, payload), attention.passing == "kv"
         for number, ring in enumerate(self._ring_group.rings):
             queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
-            for block in blocks(ring, queries, keys, self._options.window):
+            for block in blocks(ring, queries, keys):
                 own, received = (block.queries, block.keys) if is_kv else (block.keys, block.queries)
                 runs, own_runs = join([rows_of[number, chunk] for chunk in received]), self._own_runs(ring, own)
-                attention.compute_step(own_runs, pick(rows, runs), result, runs, self._mask(ring, block))
+                attention.compute_step(own_runs, pick(rows, runs), result, runs)
         self._computed.add(key)
 
     def _send_result(self, step: RingStep) -> None:
         assert self._results is not None
         key = self.number, step.payload, step.step
         if step.step:
-            received = self._results.received[self.number, step.payload, step.step - 1]
-            self.attention.accumulate(self._results.sent[key], received)
+            result = self._results.sent[key]
+            result += self._results.received[self.number, step.payload, step.step - 1]
         self._results.messages.mark_ready(self._results.numbers[key])
 
     def _apply_result(self, index: int) -> None:

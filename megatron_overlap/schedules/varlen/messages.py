@@ -1,8 +1,8 @@
 """The messages of a pass, of all ranks: payloads from owners to ring steps, results from ring steps to owners.
 
-A payload goes from its owner to its receivers, one after the other (`_distribute`). With pass-Q, and in backward, the
-receivers compute results for the owner: partial attention results or partial gradients. A result follows the payload
-from receiver to receiver, each of which adds its own, and ends at the owner (`_collect`).
+A payload goes from its owner to its receivers, one after the other (`_distribute`). In backward the receivers compute
+results for the owner: partial gradients. A result follows the payload from receiver to receiver, each of which adds its
+own, and ends at the owner (`_collect`).
 
 A transfer between nodes may use several NICs (`schedules.varlen.message_order`): its rows are cut into shares that go
 through proxy ranks.
@@ -117,15 +117,15 @@ class Traffic:
     result_bytes: int
 
 
-def messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+def messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
     """The messages of every ring group in pass `index`, of all ranks; the same on every rank.
 
     Cached, because every layer of a model makes the same call.
     """
-    if (traffic, window) in _recent_calls:
-        _recent_calls.remove((traffic, window))
-    _recent_calls.append((traffic, window))
-    return _messages_of(plan, index, traffic, window)
+    if traffic in _recent_traffic:
+        _recent_traffic.remove(traffic)
+    _recent_traffic.append(traffic)
+    return _messages_of(plan, index, traffic)
 
 
 def precompute(plan: Plan) -> None:
@@ -133,22 +133,22 @@ def precompute(plan: Plan) -> None:
 
     A data loader calls it on its thread, because rings of many ranks take a while.
     """
-    for traffic, window in list(_recent_calls):
+    for traffic in list(_recent_traffic):
         for index in range(len(plan.passes)):
-            _messages_of(plan, index, traffic, window)
+            _messages_of(plan, index, traffic)
 
 
-# Four calls: forward and backward of full attention, and of attention with a window.
-_recent_calls: deque[tuple[Traffic, int | None]] = deque(maxlen=4)
+# Forward and backward of layers of two shapes.
+_recent_traffic: deque[Traffic] = deque(maxlen=4)
 
 
 @lru_cache(maxsize=16)
-def _messages_of(plan: Plan, index: int, traffic: Traffic, window: int | None) -> tuple[RingMessages, ...]:
+def _messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
     topology, groups = plan.topology, ring_groups(plan.passes[index])
     found = []
     for ring_group in groups:
         max_nics = _max_nics(ring_group, groups, topology)
-        sent = payloads(ring_group, traffic.passing, window)
+        sent = payloads(ring_group, traffic.passing)
         collected = None
         if traffic.result_bytes:
             collected = _collect(sent, ring_group.ranks, MessageBuilder(topology, traffic.result_bytes, max_nics))

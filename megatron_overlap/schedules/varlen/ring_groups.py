@@ -56,12 +56,12 @@ class Payload:
 class Block:
     """Query chunks and key chunks of one call of the attention kernel.
 
-    One of each if `masked`: not every query sees every key.
+    The same single chunk if `causal`; otherwise every query sees every key.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    masked: bool
+    causal: bool
 
 
 def ring_groups(part: Pass) -> tuple[RingGroup, ...]:
@@ -73,44 +73,32 @@ def ring_groups(part: Pass) -> tuple[RingGroup, ...]:
     return tuple(sorted(result, key=lambda ring_group: ring_group.zone != "inter"))
 
 
-def attends(ring: Ring, queries: int, keys: int, window: int | None) -> bool:
-    """Whether a query of chunk `queries` sees a key of chunk `keys`."""
-    bounds = ring.bounds
-    if queries < keys or bounds[queries] == bounds[queries + 1] or bounds[keys] == bounds[keys + 1]:
-        return False
-    return window is None or bounds[queries] - (bounds[keys + 1] - 1) <= window
+def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int]) -> list[Block]:
+    """The kernel calls that together compute each visible pair of a query and a key once; both lists ascend.
 
-
-def blocks(ring: Ring, queries: Sequence[int], keys: Sequence[int], window: int | None) -> list[Block]:
-    """The kernel calls that together compute each visible pair of a query and a key once; both lists ascend."""
-    bounds = ring.bounds
-    masked: list[Block] = []
+    Causal blocks come first: they initialise the result of every query.
+    """
+    causal: list[Block] = []
     full: dict[tuple[int, ...], list[int]] = {}
     for key in keys:
-        seen_by = [query for query in queries if attends(ring, query, key, window)]
-        whole = tuple(
-            query
-            for query in seen_by
-            if query > key and (window is None or bounds[query + 1] - 1 - bounds[key] <= window)
-        )
-        if whole:
-            full.setdefault(whole, []).append(key)
-        masked += [Block((query,), (key,), True) for query in seen_by if query not in whole]
-    # The diagonal block of a chunk comes first: it needs no message and initialises the result of every query.
-    masked.sort(key=lambda block: block.queries != block.keys)
-    return masked + [Block(queries, tuple(keys), False) for queries, keys in full.items()]
+        if not ring.chunk_length(key):
+            continue
+        if key in queries:
+            causal.append(Block((key,), (key,), True))
+        later = tuple(query for query in queries if query > key and ring.chunk_length(query))
+        if later:
+            full.setdefault(later, []).append(key)
+    return causal + [Block(queries, tuple(keys), False) for queries, keys in full.items()]
 
 
-def payloads(ring_group: RingGroup, passing: Passing, window: int | None) -> tuple[Payload, ...]:
+def payloads(ring_group: RingGroup, passing: Passing) -> tuple[Payload, ...]:
     """The payloads of a ring group, by owner: one, or two if the receivers of its chunks are not nested."""
     size, chunks_of = len(ring_group.ranks), ring_group.chunks_of
     filled = [any(ring.chunk_length(chunk) for ring in ring_group.rings) for chunk in range(2 * size)]
 
     def is_needed(travelling: int, local: int) -> bool:
         query, key = (local, travelling) if passing == "kv" else (travelling, local)
-        if query < key or not (filled[query] and filled[key]):
-            return False
-        return window is None or any(attends(ring, query, key, window) for ring in ring_group.rings)
+        return query >= key and filled[query] and filled[key]
 
     def receivers_of(chunk: int, owner: int) -> tuple[int, ...]:
         others = ((owner - step) % size for step in range(1, size))

@@ -98,12 +98,12 @@ def messages_computed_late(group: dist.ProcessGroup, lengths: Sequence[int], tok
     found = []
     # Earlier calls with other traffic must not evict the messages of this model.
     for size in range(1, 20):
-        messages_of(partition([8], Topology(1, group.size()), capacity=8), 0, Traffic("kv", size, size), None)
+        messages_of(partition([8], Topology(1, group.size()), capacity=8), 0, Traffic("kv", size, size))
     for _ in range(count):
         batch = next(loader)
         thread.executor.submit(int).result()  # the loader has prepared the next micro-batch
         misses = _messages_of.cache_info().misses
-        messages_of(batch.plan, 0, Traffic("kv", 12, 34), None)
+        messages_of(batch.plan, 0, Traffic("kv", 12, 34))
         found.append(_messages_of.cache_info().misses - misses)
     thread.close()
     return found

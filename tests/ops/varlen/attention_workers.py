@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import transport_of
 from megatron_overlap.ops import balanced_attention
-from megatron_overlap.ops.flash_attention import Attended, Mask, partial_backward, partial_forward
+from megatron_overlap.ops.flash_attention import Attended, partial_backward, partial_forward
 from megatron_overlap.ops.reference import gather, own_rows
 from megatron_overlap.ops.varlen import layout
 from megatron_overlap.schedules.varlen import Plan
@@ -44,7 +44,6 @@ class Case:
     heads: Heads = GQA
     passing: Passing | None = None
     layout: str = "attention"
-    window: int | None = None
     softmax_scale: float | None = None
     late: bool = True
     """Messages complete as late as the transport contract allows."""
@@ -98,7 +97,7 @@ def compare_with_reference(group: dist.ProcessGroup, case: Case) -> list[tuple[s
     """In float64, equal to textbook attention of each document up to the last bits. Returns the bytes sent per pass."""
     transport: Any = LateTransport(group) if case.late else transport_of(group)
     sent: list[tuple[str, int]] = []
-    options = {"softmax_scale": case.softmax_scale, "window": case.window, "layout": case.layout}
+    options = {"softmax_scale": case.softmax_scale, "layout": case.layout}
     for index in range(len(case.plan.passes)):
         batch = make_batch(group, case, index, seed=index)
         expected = run(reference_in_layout, batch, case.plan, index=index, group=group, **options)
@@ -139,7 +138,7 @@ def whole_documents(
 class _OneDocument(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *qkv: torch.Tensor) -> torch.Tensor:
-        ctx.result = partial_forward(*qkv, qkv[0].shape[-1] ** -0.5, Mask(0, None))
+        ctx.result = partial_forward(*qkv, qkv[0].shape[-1] ** -0.5, causal=True)
         ctx.save_for_backward(*qkv)
         return ctx.result[0].clone()
 
@@ -147,7 +146,7 @@ class _OneDocument(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         qkv = ctx.saved_tensors
         scale = qkv[0].shape[-1] ** -0.5
-        return partial_backward(grads[0].contiguous(), Attended(*qkv, *ctx.result), scale, Mask(0, None))
+        return partial_backward(grads[0].contiguous(), Attended(*qkv, *ctx.result), scale, causal=True)
 
 
 def compare_rounding(group: dist.ProcessGroup, case: Case, dtype: torch.dtype) -> None:
@@ -205,7 +204,6 @@ def error_messages(group: dist.ProcessGroup, plan: Plan) -> list[str]:
     """Error messages of calls with arguments that do not fit."""
     q, k, _, _ = make_batch(group, Case(plan), 0, seed=1)
     calls: list[dict[str, Any]] = [
-        {"window": -1},
         {"index": 7},
         {"k": k[:, :, :4], "v": k[:, :, :4]},
         {"k": q[:, :3], "v": q[:, :3]},

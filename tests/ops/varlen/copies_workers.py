@@ -40,7 +40,6 @@ def run(case: Case, index: int, batch: Batch, transport: Transport) -> Batch:
         index=index,
         group=transport,
         passing=case.passing,
-        window=case.window,
         layout=case.layout,
     )
 

@@ -67,8 +67,7 @@ UNEVEN: dict[str, Plan] = {
 def test_linear_layout(world: World, batch: str) -> None:
     plan = UNEVEN[batch]
     for late in (True, False):
-        for window in (None, 5):
-            world.run(4, workers.compare_with_reference, Case(plan, late=late, layout="linear", window=window))
+        world.run(4, workers.compare_with_reference, Case(plan, late=late, layout="linear"))
     world.run(4, workers.compare_with_separate_rebalancing, plan)
 
 
@@ -94,7 +93,6 @@ def test_any_batch(world: World, data: st.DataObject) -> None:
         plan=one_pass(lengths, topology, data.draw(st.integers(0, 9)), method),
         heads=data.draw(st.sampled_from([Heads(1, 1), Heads(4, 4), Heads(4, 2), Heads(6, 1)])),
         passing=data.draw(st.sampled_from([None, "kv", "q"])),
-        window=data.draw(st.sampled_from([None, None, 0, 3, 20])),
         softmax_scale=data.draw(st.sampled_from([None, 0.7])),
         late=data.draw(st.booleans()),
         layout=data.draw(st.sampled_from(["attention", "linear"])),
@@ -141,14 +139,13 @@ def test_several_passes(world: World) -> None:
 
 
 def test_the_cheaper_of_pass_kv_and_pass_q_is_selected() -> None:
-    """Forward always uses pass-KV. Backward with as many key heads as query heads uses pass-Q in bf16, not in fp32."""
+    """Backward with as many key heads as query heads uses pass-Q in bf16, not in fp32."""
     mha_bf16 = Shape(heads=8, kv_heads=8, size=64, dtype=torch.bfloat16)
     mha_fp32 = Shape(heads=8, kv_heads=8, size=64, dtype=torch.float32)
     gqa_bf16 = Shape(heads=8, kv_heads=2, size=64, dtype=torch.bfloat16)
-    assert mha_bf16.cheaper(backward=False) == "kv"
-    assert mha_bf16.cheaper(backward=True) == "q"
-    assert mha_fp32.cheaper(backward=True) == "kv"
-    assert gqa_bf16.cheaper(backward=True) == "kv"
+    assert mha_bf16.backward_passing() == "q"
+    assert mha_fp32.backward_passing() == "kv"
+    assert gqa_bf16.backward_passing() == "kv"
 
 
 def test_bytes_of_pass_kv(world: World) -> None:
@@ -164,7 +161,6 @@ def test_bytes_of_pass_kv(world: World) -> None:
 def test_invalid_arguments_name_the_argument(world: World) -> None:
     for texts in world.run(2, workers.error_messages, one_pass([30, 20], Topology(1, 2))):
         assert [text.split(":")[0] for text in texts] == [
-            "window",
             "index",
             "q",
             "k",

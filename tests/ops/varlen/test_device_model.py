@@ -60,7 +60,7 @@ def record(
             opened = transports(device)
             rebalances = _rebalances(plan, 0) if linear else None
             rows = (plan.tokens(0) if rebalances is None else rebalances[0].before)[rank]
-            options = CallOptions(opened, plan, 0, 1.0, None, passing, rebalances, unobserved)
+            options = CallOptions(opened, plan, 0, 1.0, passing, rebalances, unobserved)
             counts = HEADS, KV_HEADS, KV_HEADS, HEADS
             q, k, v, dy = (torch.empty(rows, heads, SIZE, device="cuda", dtype=torch.bfloat16) for heads in counts)
             context: Any = Context()
@@ -129,11 +129,10 @@ def test_results_through_proxies_have_no_deadlock(monkeypatch: pytest.MonkeyPatc
 def test_one_call_of_nccl_carries_the_messages_of_a_round(monkeypatch: pytest.MonkeyPatch, passing: Passing) -> None:
     """Ring groups share the calls, and so do the shares of a transfer over several network cards."""
     plan = one_pass(LENGTHS, Topology(2, 4, 4))
-    monkeypatch.setattr(messages, "_recent_calls", deque(maxlen=2))
+    monkeypatch.setattr(messages, "_recent_traffic", deque(maxlen=2))
     directions = record(plan, passing, linear=False, transports=nccl_over_nodes(monkeypatch))
-    traffics = [traffic for traffic, _ in messages._recent_calls]
-    for devices, traffic in zip(directions, traffics, strict=True):
-        groups = messages_of(plan, 0, traffic, None)
+    for devices, traffic in zip(directions, list(messages._recent_traffic), strict=True):
+        groups = messages_of(plan, 0, traffic)
         routed = [message for group in groups for message in group.distribute.messages if not message.is_final]
         assert routed
         for rank, device in enumerate(devices):
@@ -168,7 +167,7 @@ def test_results_become_ready_in_the_order_of_their_numbers(monkeypatch: pytest.
 def test_both_ranks_number_a_message_alike() -> None:
     """By the number gloo finds the other end of a message, and a trace its sender."""
     plan = one_pass(LENGTHS, Topology(2, 4, 4))
-    groups = messages_of(plan, 0, Traffic("kv", 4096, 0), None)
+    groups = messages_of(plan, 0, Traffic("kv", 4096, 0))
     places, num_rows = received_rows(tuple(enumerate(groups)), plan.topology.ranks, results=False)
     sent = {
         (number, index, 0): slice(0, payload.rows[0])

@@ -30,7 +30,7 @@ class Cluster:
         devices = self.devices_per_node
         topology = Topology(self.nodes, devices, devices, intra_gbps=300, inter_gbps=50, routing=routing)
         plan = ring_over_all([self.rows * topology.ranks], topology, capacity=self.rows)
-        (group,) = messages_of(plan, 0, TRAFFIC, None)
+        (group,) = messages_of(plan, 0, TRAFFIC)
         return group, topology
 
 

@@ -20,20 +20,18 @@ from tests.schedules.verify import ScheduleError
 SLOW = {"intra_gbps": 360.0, "inter_gbps": 1e-6, "intra_latency_us": 0.001, "inter_latency_us": 0.002}
 
 
-def computed_pairs(
-    ring: Ring, groups: tuple[RingMessages, ...], passing: Passing, window: int | None
-) -> dict[tuple[int, int], int]:
+def computed_pairs(ring: Ring, groups: tuple[RingMessages, ...], passing: Passing) -> dict[tuple[int, int], int]:
     """How often each query-key pair of a ring is computed, over own rows and all ring steps."""
     size = len(ring.ranks)
     found: dict[tuple[int, int], int] = {}
 
     def compute(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
-        for block in blocks(ring, queries, keys, window):
+        for block in blocks(ring, queries, keys):
             for query_chunk in block.queries:
                 for key_chunk in block.keys:
                     for query in range(*ring.bounds[query_chunk : query_chunk + 2]):
                         for key in range(*ring.bounds[key_chunk : key_chunk + 2]):
-                            if block.masked and (key > query or (window is not None and query - key > window)):
+                            if block.causal and key > query:
                                 continue
                             found[query, key] = found.get((query, key), 0) + 1
 
@@ -49,9 +47,8 @@ def computed_pairs(
     return found
 
 
-def causal_pairs(length: int, window: int | None) -> dict[tuple[int, int], int]:
-    first = [0 if window is None else max(0, query - window) for query in range(length)]
-    return {(query, key): 1 for query in range(length) for key in range(first[query], query + 1)}
+def causal_pairs(length: int) -> dict[tuple[int, int], int]:
+    return {(query, key): 1 for query in range(length) for key in range(query + 1)}
 
 
 @st.composite
@@ -65,15 +62,13 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @settings(max_examples=150)
-@given(plan=plans(), passing=st.sampled_from(["kv", "q"]), window=st.sampled_from([None, None, 0, 1, 5]))
-def test_messages_are_proved_and_every_causal_pair_is_computed_once(
-    plan: Plan, passing: Passing, window: int | None
-) -> None:
+@given(plan=plans(), passing=st.sampled_from(["kv", "q"]))
+def test_messages_are_proved_and_every_causal_pair_is_computed_once(plan: Plan, passing: Passing) -> None:
     for index, part in enumerate(plan.passes):
-        groups = messages_of(plan, index, Traffic(passing, 1000, 2000), window)
+        groups = messages_of(plan, index, Traffic(passing, 1000, 2000))
         check_messages(groups, plan.topology.ranks)
         for ring in part.rings:
-            assert computed_pairs(ring, groups, passing, window) == causal_pairs(ring.length, window)
+            assert computed_pairs(ring, groups, passing) == causal_pairs(ring.length)
 
 
 def test_unequal_shares() -> None:
@@ -82,14 +77,14 @@ def test_unequal_shares() -> None:
     plan = partition([15], topology, capacity=9)
     plan = replace(plan, passes=(replace(plan.passes[0], local=((),) * 6, rings=(ring,)),))
     for passing in ("kv", "q"):
-        groups = messages_of(plan, 0, Traffic(passing, 1000, 2000), None)
+        groups = messages_of(plan, 0, Traffic(passing, 1000, 2000))
         check_messages(groups, topology.ranks)
-        assert computed_pairs(ring, groups, passing, None) == causal_pairs(ring.length, None)
+        assert computed_pairs(ring, groups, passing) == causal_pairs(ring.length)
 
 
 def test_routes_use_proxies_and_nics_of_both_nodes() -> None:
     topology = Topology(2, 2, 2, **SLOW)
-    groups = messages_of(partition([64], topology, capacity=16), 0, Traffic("kv", 1000, 2000), None)
+    groups = messages_of(partition([64], topology, capacity=16), 0, Traffic("kv", 1000, 2000))
     proof = check_messages(groups, topology.ranks)
     inter_node = [
         (message.source, message.to)
@@ -114,7 +109,7 @@ def test_ring_groups_share_nics_by_their_tokens(other_length: int, routed: list[
     rings = tuple(make_ring(document, parts, topology) for document, parts in enumerate(shares))
     plan = partition([64, other_length], topology, capacity=64)
     plan = replace(plan, passes=(replace(plan.passes[0], local=((),) * 4, rings=rings),))
-    groups = messages_of(plan, 0, Traffic("kv", 1000, 2000), None)
+    groups = messages_of(plan, 0, Traffic("kv", 1000, 2000))
     check_messages(groups, topology.ranks)
     assert [any(not message.is_final for message in group.distribute.messages) for group in groups] == routed
 
@@ -122,17 +117,17 @@ def test_ring_groups_share_nics_by_their_tokens(other_length: int, routed: list[
 def test_precompute_uses_the_traffic_of_earlier_plans() -> None:
     traffic = Traffic("kv", 12, 34)
     first, second = (partition([length], Topology(1, 2), capacity=64) for length in (64, 66))
-    messages_of(first, 0, traffic, 3)
+    messages_of(first, 0, traffic)
     precompute(second)
     misses = _messages_of.cache_info().misses
-    messages_of(second, 0, traffic, 3)
+    messages_of(second, 0, traffic)
     assert _messages_of.cache_info().misses == misses
 
 
 def test_a_full_ring_group_sends_a_quarter_less_than_an_all_gather() -> None:
     ranks, chunk = 4, 8
     plan = partition([2 * ranks * chunk], Topology(1, ranks), capacity=2 * chunk)
-    (group,) = messages_of(plan, 0, Traffic("kv", 1000, 0), None)
+    (group,) = messages_of(plan, 0, Traffic("kv", 1000, 0))
     rows = sum(message.stop - message.start for message in group.distribute.messages)
     early, late = ranks * (ranks - 1) * chunk, (3 + 2 + 1) * chunk
     assert rows == early + late == 2 * early * 3 // 4
@@ -141,7 +136,7 @@ def test_a_full_ring_group_sends_a_quarter_less_than_an_all_gather() -> None:
 def test_a_full_ring_group_needs_one_round_per_ring_step() -> None:
     for ranks in (2, 3, 5):
         plan = partition([8 * ranks], Topology(1, ranks), capacity=8)
-        (group,) = messages_of(plan, 0, Traffic("kv", 1000, 0), None)
+        (group,) = messages_of(plan, 0, Traffic("kv", 1000, 0))
         assert [message.round for message in group.distribute.messages] == sorted(list(range(ranks - 1)) * ranks)
 
 
@@ -149,7 +144,7 @@ def test_a_full_ring_group_needs_one_round_per_ring_step() -> None:
 def test_damaged_messages_are_caught(passing: Passing) -> None:
     ranks = 4
     plan = partition([64], Topology(1, ranks), capacity=16)
-    (group,) = messages_of(plan, 0, Traffic(passing, 1000, 2000), None)
+    (group,) = messages_of(plan, 0, Traffic(passing, 1000, 2000))
     assert group.collect is not None
     messages = list(group.distribute.messages)
 
