@@ -90,33 +90,28 @@ class SavedMemory:
 
 
 class SavedActivations:
-    """Counts the bytes that overlapped layers save in forward for their backward; `live_bytes` are saved now.
+    """Counts the bytes that overlapped layers save in forward for their backward; `live_bytes` are saved now."""
 
-    `gathered`: gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
-    """
-
-    def __init__(self, *, gathered: bool = False) -> None:
-        self._gathered = gathered
+    def __init__(self) -> None:
         self._calls: dict[SavedSite, int] = {}
-        # By address: layers with one input save its shard once, but each saves its own gathered rows.
+        # By address: layers with one input save its shard once.
         self._shards = Counter[int]()
         self.live_bytes = self._peak = 0
         self._lock = threading.Lock()
 
-    def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
+    def save(self, site: SavedSite, address: int, num_bytes: int) -> Callable[[], None]:
         """Counts the input of one call; its shard is at `address`. Call the result once, when the input is released."""
-        saved = gathered_bytes if self._gathered else shard_bytes
         with self._lock:
-            self._calls[site] = max(self._calls.get(site, 0), saved)
+            self._calls[site] = max(self._calls.get(site, 0), num_bytes)
             self._shards[address] += 1
-            self.live_bytes += saved if self._gathered or self._shards[address] == 1 else 0
+            self.live_bytes += num_bytes if self._shards[address] == 1 else 0
             self._peak = max(self._peak, self.live_bytes)
 
         def release() -> None:
             with self._lock:
                 self._shards[address] -= 1
-                self.live_bytes -= saved if self._gathered or self._shards[address] == 0 else 0
                 if self._shards[address] == 0:
+                    self.live_bytes -= num_bytes
                     del self._shards[address]
 
         return release

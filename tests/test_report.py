@@ -17,7 +17,7 @@ EMPTY = Report(True, "", False, {}, {"tensor": "p2p"}, (), {})
 
 def test_saved_activations_and_excluded_modules_are_reported() -> None:
     counters = Counters(strict=True)
-    counters.saved_activations.save(QKV, 1, 3 * MIB, 12 * MIB)
+    counters.saved_activations.save(QKV, 1, 3 * MIB)
     counters.exclude("VocabParallelEmbedding", "no GEMM")
     made = replace(EMPTY, saved=counters.saved_activations.snapshot(), not_overlapped=counters.excluded)
     text = made.render()

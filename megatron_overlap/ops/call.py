@@ -21,9 +21,9 @@ def unobserved(direction: str, num_bytes: int) -> None:
     """The observer of calls without one."""
 
 
-SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
-"""Called in forward with the own rows of an input that is saved for the weight gradient, and with the bytes of its
-gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
+SavedInputHook = Callable[[torch.Tensor], Callable[[], None]]
+"""Called in forward with the own rows of an input that is saved for the weight gradient. The result is called at the
+release."""
 
 
 class Projection(NamedTuple):

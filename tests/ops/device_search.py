@@ -166,7 +166,6 @@ def linear(rank: Rank, draw: random.Random, group: str) -> Lane:
         pattern=pattern,
         chunks_per_rank=draw.choice([None, 1, 2, 3]),
         split=draw.choice([None, "all", "edge"]),
-        save_gathered=draw.random() < 0.3,
     )
     transport = rank.transport(group, over_nodes=True)
     method = method_for(transport, plan)

@@ -68,9 +68,9 @@ class LinearHooks:
             return
         self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
 
-    def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
+    def saved(self, x: torch.Tensor) -> Callable[[], None]:
         """Counts an input that is saved for backward. Call the returned function when the input is released."""
-        return self.counters.saved_activations.save(self.site, x.data_ptr(), x.nbytes, gathered_bytes)
+        return self.counters.saved_activations.save(self.site, x.data_ptr(), x.nbytes)
 
     def fallback(self, reason: str) -> None:
         """Counts a call that runs the stock path."""

@@ -27,7 +27,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
 from megatron_overlap.comm import Transport
-from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
+from megatron_overlap.counters import SavedSite, SymmetricMemory
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
@@ -73,7 +73,6 @@ class LinearAdapter(Adapter):
         self.plan = LinearPlan(
             pattern=pattern,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
-            save_gathered=tensor.recompute_gather == "never",
             add_in_place=True if deterministic else None,
             tree=session.config.deterministic == "tp_invariant",
         )
@@ -93,7 +92,6 @@ class LinearAdapter(Adapter):
         self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.transport)
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._backend = cache(self._new_backend)
-        self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
         self._unlisted = dict(_NOT_OVERLAPPED)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:

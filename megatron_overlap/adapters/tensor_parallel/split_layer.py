@@ -283,11 +283,11 @@ class SplitLayer:
         return steps
 
     def _step(self, block: _Block, source: PendingPart, number: int) -> _Step:
-        deferred, saves, serial = self._deferred_wgrad, self._adapter.plan.save_gathered, self._adapter.serial
+        deferred, serial = self._deferred_wgrad, self._adapter.serial
         messages: PartMessages
         if self._gathers:
             own, gathers = self._transports[number], self._part_gathers
-            messages = GatherScatterMessages(own, deferred, save_gathered=saves, serial=serial, gathers=gathers)
+            messages = GatherScatterMessages(own, deferred, serial=serial, gathers=gathers)
         else:
             num_wgrads = block.num_wgrads[number]
             messages = AllReduceMessages(self._group, self._buffer_pool, deferred, num_wgrads=num_wgrads, serial=serial)

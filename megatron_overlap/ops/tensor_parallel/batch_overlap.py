@@ -215,12 +215,11 @@ class _ColumnPart(torch.autograd.Function):
         saves, messages = call.saves_input, call.messages
         gather = messages.full("input", x)
         y, full = gather.matmul(w.t(), bias), gather.finish()
-        keeps_full = saves and messages.save_gathered
-        messages.saved = x.detach().contiguous() if saves and not keeps_full else None
-        ctx.save_for_backward(full if keeps_full else None, w)
+        messages.saved = x.detach().contiguous() if saves and messages.gathers else None
+        ctx.save_for_backward(full if saves and not messages.gathers else None, w)
         ctx.call, ctx.saved_input = call, None
         if saves and on_save is not None:
-            ctx.saved_input = SavedInput(on_save(x, full.nbytes))
+            ctx.saved_input = SavedInput(on_save(x))
         call.report("forward", gather.num_bytes)
         return y
 

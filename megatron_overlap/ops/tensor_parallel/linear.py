@@ -15,7 +15,6 @@ backward order and the all-gather of the sums are not from a paper.
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -91,7 +90,7 @@ def all_gather_linear(
         sharded=True,
         num_rows=total,
         version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
-        # Without a graph (inference, the first pass of recomputation) nothing is saved, whatever the plan.
+        # Without a graph (inference, the first pass of recomputation) nothing is saved.
         save_input=torch.is_grad_enabled() and w.requires_grad,
         on_save=on_save,
     )
@@ -250,7 +249,6 @@ def copy_linear(
 
 
 class _ColumnContext(LinearContext, Protocol):
-    gathered: bool
     saved_input: SavedInput | None
 
 
@@ -260,19 +258,18 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: _ColumnContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
         method = call.method
-        save_gathered = call.sharded and method.save_gathered and call.save_input
         gather: Gather
         if call.sharded:
             x = x.contiguous()
-            gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version, save=save_gathered)
+            gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version)
         else:
             gather = LocalRows(x)
         y = gather.matmul(w.t(), bias)
         gather.finish()
-        ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
-        ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
+        ctx.save_for_backward(x if call.save_input else None, w)
+        ctx.call, ctx.saved_input = call, None
         if call.save_input and call.on_save is not None:
-            ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
+            ctx.saved_input = SavedInput(call.on_save(x))
         call.report("forward", gather.num_bytes)
         return y
 
@@ -287,8 +284,6 @@ class _ColumnParallel(torch.autograd.Function):
         gather = dx = dw = None
         if wgrad is not None and not call.sharded:
             pieces = wgrad.pieces(dy, x, method.wgrad_pieces)
-        elif wgrad is not None and ctx.gathered:
-            pieces = [partial(wgrad.add, dy, x)]
         elif wgrad is not None:
             # The first on the link: the weight gradient multiplies these rows, dgrad only adds received rows.
             gather = method.gather(x, dy.shape[0], "all_gather_linear wgrad")

@@ -12,15 +12,11 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, Wgr
 
 
 class Gather(Protocol):
-    """An all-gather in progress. Results of the computations on its rows are complete after `finish`."""
+    """An all-gather in progress of rows `full`. Results of the computations on them are complete after `finish`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
-
-    @property
-    def full(self) -> torch.Tensor:
-        """All rows `[num_rows, K]`, complete after `finish`."""
 
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
@@ -75,7 +71,6 @@ class LinearMethod(ABC):
     """Communication of the linear layers between the ranks of one group.
 
     Attributes:
-        save_gathered: column-parallel forward saves the gathered input for the weight gradient.
         wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
         concurrent: an operation may begin before an earlier one has finished, also in a later call.
     """
@@ -83,14 +78,11 @@ class LinearMethod(ABC):
     rank: int
     size: int
     buffer_pool: BufferPool
-    save_gathered = False
     wgrad_pieces = 1
     concurrent = False
 
     @abstractmethod
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> Gather:
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None) -> Gather:
         """Starts an all-gather.
 
         Args:
@@ -98,7 +90,6 @@ class LinearMethod(ABC):
             num_rows: rows of all ranks.
             op: name in error messages.
             version: of the tensor that `shard` shows. A gather of the same version may be reused.
-            save: `full` is a tensor of the caller and not a buffer.
         """
 
     @abstractmethod

@@ -27,10 +27,7 @@ class NodesMethod(LinearMethod):
         self._over_nodes, self._reduces = (inside, between, nodes), reduces
         self.rank, self.size, self.buffer_pool = between.rank, between.size, between.buffer_pool
 
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> Gather:
-        assert not save
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None) -> Gather:
         return NodesGather(*self._over_nodes, shard, num_rows, op)
 
     def scatter(self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None) -> Reduce:
@@ -73,11 +70,6 @@ class NodesGather:
         self._consumers.append(consumer)
         if self._first is not None:
             consumer(self._first, self._own)
-
-    @property
-    def full(self) -> torch.Tensor:
-        """Not available: the buffer holds the gathered rows of one node at a time."""
-        raise NotImplementedError("a gather over several nodes has no buffer of all rows")
 
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None

@@ -334,7 +334,7 @@ def shared_input(group: dist.ProcessGroup) -> list[int]:
     return [tally.moved_bytes for site, tally in sites.items() if site.direction.startswith("forward")]
 
 
-def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]:
+def memory_of(group: dist.ProcessGroup) -> dict[str, int]:
     """Two column layers of one input and one of another: the reported memory beside what autograd really holds."""
     start(group)
     x, dy = make_data("column", torch.float32, 3 * group.size(), group.size(), group.rank())
@@ -347,8 +347,7 @@ def memory_of(group: dist.ProcessGroup, recompute_gather: str) -> dict[str, int]
             held[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    config = OverlapConfig(tensor={**TENSOR, "recompute_gather": recompute_gather})
-    with enable(config, strict=True) as session:
+    with enable(OverlapConfig(tensor=TENSOR), strict=True) as session:
         kept = session.counters.saved_activations
         leaf, other = (tensor.clone().requires_grad_() for tensor in (x, x))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

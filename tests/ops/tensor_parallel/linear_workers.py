@@ -189,7 +189,7 @@ def two_layers_recomputed(group: dist.ProcessGroup, *, checkpoint: bool) -> list
     return [float(t.double().sum()) for t in (y, x.grad, w1.grad, w2.grad) if t is not None]
 
 
-def saved_bytes(group: dist.ProcessGroup, *, save_gathered: bool) -> int:
+def saved_bytes(group: dist.ProcessGroup) -> int:
     """Bytes of activations that autograd keeps for a column-parallel layer, weights left out."""
     rows, k = 64, 32
     x = torch.randn(rows, k, requires_grad=True)
@@ -202,7 +202,7 @@ def saved_bytes(group: dist.ProcessGroup, *, save_gathered: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        all_gather_linear(x, w, group=group, plan=LinearPlan(save_gathered=save_gathered))
+        all_gather_linear(x, w, group=group)
     return sum(kept.values())
 
 
@@ -255,7 +255,6 @@ def random_calls(group: dist.ProcessGroup, seed: int, count: int) -> None:
                 pattern=draw.choice(["direct", "ring", "serial"]),
                 chunks_per_rank=draw.choice([None, 1, 2, 3, 5]),
                 split=draw.choice([None, "edge", "all"]),
-                save_gathered=draw.random() < 0.3,
             ),
             late=draw.random() < 0.5,
             main_grad=draw.random() < 0.3,

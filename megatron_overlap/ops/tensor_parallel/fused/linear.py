@@ -213,9 +213,8 @@ class FusedMethod(LinearMethod):
         return None
 
     def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
+        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None
     ) -> IntraNodeGather | NodesGather:
-        assert not save
         if isinstance(self.transport, NodesTransport):
             return NodesGather(*self._over_nodes(self.transport), shard, num_rows, op)
         return IntraNodeGather(self.transport, shard, num_rows, op, self.plan)
