@@ -1,4 +1,4 @@
-"""Counters: saved activations, strict fallbacks, and counting from several threads."""
+"""Counters: strict fallbacks, and counting from several threads."""
 
 from __future__ import annotations
 
@@ -6,24 +6,7 @@ import threading
 
 import pytest
 
-from megatron_overlap.counters import Counters, FallbackError, SavedActivations, SavedSite
-
-QKV, UP = SavedSite("column", "8->4", "ag_gemm"), SavedSite("column", "8->6", "ag_gemm")
-
-
-def test_a_shared_shard_counts_once() -> None:
-    counter = SavedActivations()
-    releases = [counter.save(QKV, 1, 10), counter.save(UP, 1, 10), counter.save(QKV, 2, 5)]
-    assert counter.live_bytes == 15
-    releases[0]()
-    assert counter.live_bytes == 15
-    releases[1]()
-    assert counter.live_bytes == 5
-    releases[2]()
-    assert counter.live_bytes == 0
-    memory = counter.snapshot()
-    assert memory.peak_bytes == 15
-    assert memory.calls == ((QKV, 10), (UP, 10))
+from megatron_overlap.counters import Counters, FallbackError
 
 
 def test_strict_fallback_names_module_and_reason() -> None:

@@ -21,11 +21,6 @@ def unobserved(direction: str, num_bytes: int) -> None:
     """The observer of calls without one."""
 
 
-SavedInputHook = Callable[[torch.Tensor], Callable[[], None]]
-"""Called in forward with the own rows of an input that is saved for the weight gradient. The result is called at the
-release."""
-
-
 class Projection(NamedTuple):
     """A weight `[F, K]` and the destination of its gradient.
 
@@ -51,21 +46,6 @@ class InputVersion(NamedTuple):
         if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
             return False
         return earlier.version == self.version
-
-
-class SavedInput:
-    """Calls `on_release` once: at `release`, or when the autograd graph is freed without a backward pass."""
-
-    def __init__(self, on_release: Callable[[], None]) -> None:
-        self._on_release: Callable[[], None] | None = on_release
-
-    def release(self) -> None:
-        if self._on_release is not None:
-            on_release, self._on_release = self._on_release, None
-            on_release()
-
-    def __del__(self) -> None:
-        self.release()
 
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:

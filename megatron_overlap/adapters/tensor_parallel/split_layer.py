@@ -177,7 +177,7 @@ class _Step:
         if call.x is not self._normed:
             text = f"an unknown operation changes the input of {type(call.layer).__name__}"
             raise RuntimeError(f"{text}: set overlap.tensor.split to none")
-        output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped, on_save=hooks.saved)
+        output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped)
         self.slot = reserve_slot()
         # A device does not report received messages.
         self._start_other(now=call.x.is_cuda)

@@ -15,13 +15,12 @@ backward order and the all-gather of the sums are not from a paper.
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
+from megatron_overlap.ops.call import InputVersion, Observer, WeightDone, check_operands
 from megatron_overlap.ops.tensor_parallel.method import (
     Gather,
     LinearContext,
@@ -47,7 +46,6 @@ def all_gather_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
-    on_save: SavedInputHook | None = None,
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
@@ -67,7 +65,6 @@ def all_gather_linear(
             what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass.
-        on_save: called in forward where the input is saved for the weight gradient.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x_shard`.
@@ -92,7 +89,6 @@ def all_gather_linear(
         version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
         # Without a graph (inference, the first pass of recomputation) nothing is saved.
         save_input=torch.is_grad_enabled() and w.requires_grad,
-        on_save=on_save,
     )
     y: torch.Tensor = _ColumnParallel.apply(flat, w, bias, call)
     if x_shard.dim() == 2:
@@ -248,14 +244,10 @@ def copy_linear(
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-class _ColumnContext(LinearContext, Protocol):
-    saved_input: SavedInput | None
-
-
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ColumnContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
+        ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
         method = call.method
         gather: Gather
@@ -267,14 +259,12 @@ class _ColumnParallel(torch.autograd.Function):
         y = gather.matmul(w.t(), bias)
         gather.finish()
         ctx.save_for_backward(x if call.save_input else None, w)
-        ctx.call, ctx.saved_input = call, None
-        if call.save_input and call.on_save is not None:
-            ctx.saved_input = SavedInput(call.on_save(x))
+        ctx.call = call
         call.report("forward", gather.num_bytes)
         return y
 
     @staticmethod
-    def backward(ctx: _ColumnContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
         method = call.method
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
@@ -306,8 +296,6 @@ class _ColumnParallel(torch.autograd.Function):
         if need_w:
             call.report("wgrad", 0 if gather is None else gather.num_bytes)
         dbias = dy.sum(0) if need_bias else None
-        if ctx.saved_input is not None:
-            ctx.saved_input.release()
         return dx, dw, dbias, None
 
 

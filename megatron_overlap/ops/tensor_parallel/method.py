@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook, product
+from megatron_overlap.ops.call import InputVersion, Observer, product
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 
 
@@ -109,7 +109,6 @@ class LinearOptions(NamedTuple):
         num_rows: rows of all ranks, if `sharded`.
         version: of the input of an all-gather.
         save_input: forward saves the input for the weight gradient.
-        on_save: called in forward with a saved input, for an all-gather.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
         deferred_weight: the leaf whose gradient is postponed; autograd gets a detached weight in its place.
         skip_output: forward of a row-parallel layer computes and sends nothing.
@@ -122,7 +121,6 @@ class LinearOptions(NamedTuple):
     num_rows: int = 0
     version: InputVersion | None = None
     save_input: bool = True
-    on_save: SavedInputHook | None = None
     deferred_wgrad: DeferredWgrad | None = None
     deferred_weight: torch.Tensor | None = None
     skip_output: bool = False
