@@ -1,6 +1,5 @@
 """What the overlapped operations share: callback types, checks of the operands, and a GEMM into a given output."""
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,19 +32,6 @@ class Projection(NamedTuple):
     weight: torch.Tensor
     main_grad: torch.Tensor | None = None
     done: WeightDone | None = None
-
-
-class InputVersion(NamedTuple):
-    """A tensor and the value of its version counter."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-
-    def unchanged_since(self, earlier: object) -> bool:
-        """Whether `earlier` is the same living tensor, without a write to it in between."""
-        if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
-            return False
-        return earlier.version == self.version
 
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:

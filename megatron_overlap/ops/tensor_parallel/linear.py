@@ -13,14 +13,13 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order and th
 backward order and the all-gather of the sums are not from a paper.
 """
 
-import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import InputVersion, Observer, WeightDone, check_operands
+from megatron_overlap.ops.call import Observer, WeightDone, check_operands
 from megatron_overlap.ops.tensor_parallel.method import (
     Gather,
     LinearContext,
@@ -49,8 +48,7 @@ def all_gather_linear(
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
-    Column-parallel linear under sequence parallelism. Consecutive calls with the same
-    `x_shard` object share one all-gather in forward. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
+    Column-parallel linear under sequence parallelism. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
     `dw = dy.T @ all_gather(x_shard)`, `dbias = dy.sum(0)`.
 
     Args:
@@ -86,7 +84,6 @@ def all_gather_linear(
         observer,
         sharded=True,
         num_rows=total,
-        version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
         # Without a graph (inference, the first pass of recomputation) nothing is saved.
         save_input=torch.is_grad_enabled() and w.requires_grad,
     )
@@ -253,7 +250,7 @@ class _ColumnParallel(torch.autograd.Function):
         gather: Gather
         if call.sharded:
             x = x.contiguous()
-            gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version)
+            gather = method.gather(x, call.num_rows, "all_gather_linear")
         else:
             gather = LocalRows(x)
         y = gather.matmul(w.t(), bias)

@@ -7,12 +7,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import InputVersion, Observer, product
+from megatron_overlap.ops.call import Observer, product
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 
 
 class Gather(Protocol):
-    """An all-gather in progress of rows `full`. Results of the computations on them are complete after `finish`."""
+    """An all-gather in progress. `full` are its rows; results of computations on them are complete after `finish`."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,14 +82,13 @@ class LinearMethod(ABC):
     concurrent = False
 
     @abstractmethod
-    def gather(self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None) -> Gather:
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> Gather:
         """Starts an all-gather.
 
         Args:
             shard: own rows `[rows, K]`, contiguous, unchanged until `finish`.
             num_rows: rows of all ranks.
             op: name in error messages.
-            version: of the tensor that `shard` shows. A gather of the same version may be reused.
         """
 
     @abstractmethod
@@ -107,7 +106,6 @@ class LinearOptions(NamedTuple):
     Attributes:
         sharded: sequence parallelism: each rank owns rows of the input, or of the output of a row-parallel layer.
         num_rows: rows of all ranks, if `sharded`.
-        version: of the input of an all-gather.
         save_input: forward saves the input for the weight gradient.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
         deferred_weight: the leaf whose gradient is postponed; autograd gets a detached weight in its place.
@@ -119,7 +117,6 @@ class LinearOptions(NamedTuple):
     observer: Observer | None = None
     sharded: bool = False
     num_rows: int = 0
-    version: InputVersion | None = None
     save_input: bool = True
     deferred_wgrad: DeferredWgrad | None = None
     deferred_weight: torch.Tensor | None = None

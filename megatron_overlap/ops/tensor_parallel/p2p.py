@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
-from megatron_overlap.ops.call import InputVersion, transport_for
-from megatron_overlap.ops.tensor_parallel.method import LinearMethod, LocalRows
+from megatron_overlap.ops.call import transport_for
+from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather, WorkRows
 from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
@@ -133,8 +133,7 @@ def method_for(group: dist.ProcessGroup | Transport | LinearMethod, plan: Linear
 class P2PMethod(LinearMethod):
     """Point-to-point messages over `transport`, which `plan` cuts and orders.
 
-    `plan`, and `gemm`, the number format of gathered rows, are the same on every rank. Only with the plain format,
-    consecutive layers reuse a gather.
+    `plan`, and `gemm`, the number format of gathered rows, are the same on every rank.
     """
 
     wgrad_pieces = MAX_PIECES
@@ -144,23 +143,8 @@ class P2PMethod(LinearMethod):
         self.transport, self.plan, self.gemm = transport, plan, gemm
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
 
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None
-    ) -> P2PGather | LocalRows:
-        if self.gemm is not PLAIN:
-            version = None
-        full = None if version is None else self._reusable(shard, num_rows, version)
-        return P2PGather(self, shard, num_rows, op, version) if full is None else LocalRows(full)
-
-    def _reusable(self, shard: torch.Tensor, num_rows: int, version: InputVersion) -> torch.Tensor | None:
-        """The gathered rows of `shard` if the last gather was of this version; the same decision on all ranks."""
-        last = self.buffer_pool.recall("gather", shard)
-        if last is None or not version.unchanged_since(last[1]):
-            return None
-        full = last[0]
-        start, stop = ChunkLayout(num_rows, self.size).shard(self.rank)
-        full[start:stop].copy_(shard)
-        return full
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> P2PGather:
+        return P2PGather(self, shard, num_rows, op)
 
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
@@ -213,9 +197,7 @@ class P2PMethod(LinearMethod):
 class P2PGather:
     """An all-gather by messages; see `Gather`. At most one weight gradient and one product use its rows."""
 
-    def __init__(
-        self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str, version: InputVersion | None
-    ) -> None:
+    def __init__(self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str) -> None:
         transport, self._gemm = method.transport, method.gemm
         payload = self._gemm.encode(shard)
         self._num_rows, self._like = num_rows, shard
@@ -226,7 +208,6 @@ class P2PGather:
             for number, tensor in enumerate(payload)
         )
         self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)
-        self._buffer_pool, self._version = transport.buffer_pool, version
         self._gather = PipelinedAllGather(transport, schedule, payload, layout, self._full, op, repeats=True)
         self._on_device, self._copy_engines = transport.on_device, transport.copy_engines
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
@@ -260,8 +241,6 @@ class P2PGather:
             while not self._gather.done:
                 self._compute_next()
             self._gather.finish()
-        if self._version is not None:
-            self._buffer_pool.remember("gather", self._full[0], self._version)
 
     def _finish_on_device(self) -> None:
         """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row.

@@ -271,35 +271,6 @@ def closed_and_opened_again(group: dist.ProcessGroup) -> bool:
     return transport_of(group) is not first
 
 
-def consumers_share_a_gather(group: dist.ProcessGroup, *, late: bool) -> list[list[int]]:
-    """Two weights on one input, one on a copy of it, one after it was written to: bytes that each forward sent."""
-    transport: Any = LateTransport(group) if late else transport_of(group)
-    generator = torch.Generator().manual_seed(dist.get_rank(group))
-    x = torch.randn(6, 8, generator=generator)
-    weights = [torch.randn(4, 8, generator=generator) for _ in range(4)]
-    sent: list[list[int]] = []
-
-    def run(source: torch.Tensor, w: torch.Tensor) -> None:
-        bytes_of: list[int] = []
-        y = all_gather_linear(
-            source, w, group=transport, observer=lambda direction, num_bytes: bytes_of.append(num_bytes)
-        )
-        expected = reference.all_gather_linear(source, w, group=group)
-        assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
-        sent.append(bytes_of)
-
-    run(x, weights[0])
-    run(x, weights[1])
-    run(x.clone(), weights[2])
-    run(x, weights[3])
-    run(x, weights[0])
-    x.mul_(2)
-    run(x, weights[1])
-    if late:
-        transport.close()
-    return sent
-
-
 def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:
     """Whose rows rank 2 is handed, while rank 1, which comes first in its plan, has not sent anything yet."""
     transport = GlooTransport(group)

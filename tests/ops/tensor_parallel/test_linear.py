@@ -129,14 +129,6 @@ def test_transport_can_be_closed(world: World) -> None:
     assert world.run(2, linear_workers.closed_and_opened_again) == [True, True]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
-def test_consumers_of_one_input_share_its_gather(world: World, late: bool) -> None:
-    """Only the same tensor, unchanged, with no other gather in between, is not sent again."""
-    shard = 6 * 8 * 4
-    for sent in world.run(2, linear_workers.consumers_share_a_gather, late=late):
-        assert sent == [[shard], [0], [shard], [shard], [0], [shard]]
-
-
 def test_rows_are_used_as_they_arrive(world: World) -> None:
     owners = world.run(3, linear_workers.rows_in_order_of_arrival)
     assert list(dict.fromkeys(owners[2])) == [2, 0, 1]
