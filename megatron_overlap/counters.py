@@ -1,4 +1,4 @@
-"""Counts overlapped calls, fallbacks with their reasons, sent bytes and saved activations of one rank.
+"""Counts overlapped calls, fallbacks with their reasons, and sent bytes of one rank.
 
 The adapters count; `session_report.py` shows the counts. All counters are safe to use from autograd's threads.
 """
@@ -73,65 +73,11 @@ class SymmetricMemory(NamedTuple):
     portable: Mapping[str, int]  # GEMMs that ran the portable kernel instead of the one for Hopper, by reason
 
 
-class SavedSite(NamedTuple):
-    """The layers that save an activation: kind, shape and operation."""
-
-    kind: str
-    name: str
-    op: str
-
-
-@dataclass(frozen=True)
-class SavedMemory:
-    """Activations saved so far: for each site the most bytes of one call, and the most bytes saved at one time."""
-
-    calls: tuple[tuple[SavedSite, int], ...] = ()
-    peak_bytes: int = 0
-
-
-class SavedActivations:
-    """Counts the bytes that overlapped layers save in forward for their backward; `live_bytes` are saved now.
-
-    `gathered`: gathered inputs are saved (`recompute_gather: never`) instead of the rank's shard.
-    """
-
-    def __init__(self, *, gathered: bool = False) -> None:
-        self._gathered = gathered
-        self._calls: dict[SavedSite, int] = {}
-        # By address: layers with one input save its shard once, but each saves its own gathered rows.
-        self._shards = Counter[int]()
-        self.live_bytes = self._peak = 0
-        self._lock = threading.Lock()
-
-    def save(self, site: SavedSite, address: int, shard_bytes: int, gathered_bytes: int) -> Callable[[], None]:
-        """Counts the input of one call; its shard is at `address`. Call the result once, when the input is released."""
-        saved = gathered_bytes if self._gathered else shard_bytes
-        with self._lock:
-            self._calls[site] = max(self._calls.get(site, 0), saved)
-            self._shards[address] += 1
-            self.live_bytes += saved if self._gathered or self._shards[address] == 1 else 0
-            self._peak = max(self._peak, self.live_bytes)
-
-        def release() -> None:
-            with self._lock:
-                self._shards[address] -= 1
-                self.live_bytes -= saved if self._gathered or self._shards[address] == 0 else 0
-                if self._shards[address] == 0:
-                    del self._shards[address]
-
-        return release
-
-    def snapshot(self) -> SavedMemory:
-        with self._lock:
-            return SavedMemory(tuple(sorted(self._calls.items())), self._peak)
-
-
 class Counters:
     """All counts of one session on this rank; `strict`: every fallback raises a `FallbackError`."""
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
-        self.saved_activations = SavedActivations()
         # What `method: auto` selected so far.
         self.autotune_lines: list[Callable[[], tuple[AutotuneLine, ...]]] = []
         # None unless the config asks for fused kernels.

@@ -174,7 +174,6 @@ class Session(AbstractContextManager["Session"]):
             features={name: _method(self.config, name) for name in _FEATURES},
             patches=tuple(map(_patch_line, self._plan.findings)),
             sites=sites,
-            saved=counters.saved_activations.snapshot(),
             not_overlapped=dict(counters.excluded),
             autotuning=tuple(line for lines in counters.autotune_lines for line in lines()),
             numerics_check=dict(counters.numerics_check),

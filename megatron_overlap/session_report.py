@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 
-from megatron_overlap.counters import AutotuneLine, SavedMemory, Site, SymmetricMemory, Tally
+from megatron_overlap.counters import AutotuneLine, Site, SymmetricMemory, Tally
 
 _MIB = 1024 * 1024
 _right = partial(Column, justify="right")
@@ -51,7 +51,6 @@ class Report:
     features: Mapping[str, str]
     patches: tuple[PatchLine, ...]
     sites: Mapping[Site, Tally]
-    saved: SavedMemory = SavedMemory()
     not_overlapped: Mapping[str, str] = field(default_factory=dict)
     autotuning: tuple[AutotuneLine, ...] = ()
     numerics_check: Mapping[str, float] = field(default_factory=dict)
@@ -81,10 +80,6 @@ class Report:
             "autotuning": [{**asdict(line), "gain": line.gain} for line in self.autotuning],
             "numerics_check": dict(self.numerics_check),
             **({"unchecked": self.unchecked} if self.unchecked else {}),
-            "saved_activations": {
-                "peak_bytes": self.saved.peak_bytes,
-                "modules": [{**site._asdict(), "saved_bytes": num_bytes} for site, num_bytes in self.saved.calls],
-            },
             "buffers": [{"ranks": ranks, "bytes": dict(sizes)} for ranks, sizes in self.buffers],
             "transports": dict(self.transports),
             **({} if symmetric is None else {"symmetric_memory": [each._asdict() for each in symmetric]}),
@@ -104,8 +99,6 @@ class Report:
             parts.append(self._call_table())
         if self.autotuning:
             parts.append(autotune_table(self.autotuning))
-        if self.saved.calls:
-            parts.append(self._saved_table())
         parts += [_buffer_line(ranks, sizes) for ranks, sizes in self.buffers if sizes]
         if self.numerics_check:
             name, share = max(self.numerics_check.items(), key=lambda item: item[1])
@@ -166,13 +159,6 @@ class Report:
             )
             for reason, count in each.portable.items():
                 yield f"  {count} GEMMs ran portable kernels: {reason}"
-
-    def _saved_table(self) -> Table:
-        table = _table("module", "op", _right("MiB a call"), title="inputs saved for weight gradients")
-        for site, num_bytes in self.saved.calls:
-            table.add_row(f"{site.kind} {site.name}".strip(), site.op, f"{num_bytes / _MIB:.2f}")
-        table.add_row("all, peak", "", f"{self.saved.peak_bytes / _MIB:.2f}")
-        return table
 
 
 def _buffer_line(ranks: str, sizes: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Counters: saved activations, strict fallbacks, and counting from several threads."""
+"""Counters: strict fallbacks, and counting from several threads."""
 
 from __future__ import annotations
 
@@ -6,25 +6,7 @@ import threading
 
 import pytest
 
-from megatron_overlap.counters import Counters, FallbackError, SavedActivations, SavedSite
-
-QKV, UP = SavedSite("column", "8->4", "ag_gemm"), SavedSite("column", "8->6", "ag_gemm")
-
-
-def test_a_shared_shard_counts_once_and_gathered_rows_count_for_each_layer() -> None:
-    for gathered, peak in ((False, 15), (True, 60)):
-        counter = SavedActivations(gathered=gathered)
-        releases = [counter.save(QKV, 1, 10, 20), counter.save(UP, 1, 10, 30), counter.save(QKV, 2, 5, 10)]
-        assert counter.live_bytes == peak
-        releases[0]()
-        assert counter.live_bytes == (15 if not gathered else 40)
-        releases[1]()
-        assert counter.live_bytes == (5 if not gathered else 10)
-        releases[2]()
-        assert counter.live_bytes == 0
-        memory = counter.snapshot()
-        assert memory.peak_bytes == peak
-        assert memory.calls == ((QKV, 20 if gathered else 10), (UP, 30 if gathered else 10))
+from megatron_overlap.counters import Counters, FallbackError
 
 
 def test_strict_fallback_names_module_and_reason() -> None:

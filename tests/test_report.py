@@ -1,39 +1,25 @@
-"""The report: saved activations, excluded modules, buffers and symmetric memory."""
+"""The report: excluded modules, buffers and symmetric memory."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from megatron_overlap.counters import AutotuneLine, Counters, SavedMemory, SavedSite, Site, SymmetricMemory, Tally
+from megatron_overlap.counters import AutotuneLine, Counters, Site, SymmetricMemory, Tally
 from megatron_overlap.session_report import PatchLine, Report
 from megatron_overlap.tools.launch.command import progress_line
 
 MIB = 1024 * 1024
-QKV = SavedSite("column", "8->4", "ag_gemm")
 EMPTY = Report(True, "", False, {}, {"tensor": "p2p"}, (), {})
 
 
-def test_saved_activations_and_excluded_modules_are_reported() -> None:
+def test_excluded_modules_are_reported() -> None:
     counters = Counters(strict=True)
-    counters.saved_activations.save(QKV, 1, 3 * MIB, 12 * MIB)
     counters.exclude("VocabParallelEmbedding", "no GEMM")
-    made = replace(EMPTY, saved=counters.saved_activations.snapshot(), not_overlapped=counters.excluded)
-    text = made.render()
-    assert "inputs saved for weight gradients" in text
-    assert len([line for line in text.splitlines() if "3.00" in line]) == 2
-    assert "not overlapped: VocabParallelEmbedding: no GEMM" in text
+    made = replace(EMPTY, not_overlapped=counters.excluded)
+    assert "not overlapped: VocabParallelEmbedding: no GEMM" in made.render()
     data = made.as_dict()
-    saved = data["saved_activations"]
-    assert saved == {"peak_bytes": 3 * MIB, "modules": [{**QKV._asdict(), "saved_bytes": 3 * MIB}]}
     assert data["not_overlapped"] == {"VocabParallelEmbedding": "no GEMM"}
     assert data["totals"]["fallbacks"] == 0
-
-
-@pytest.mark.parametrize("excluded", [{}, {"x": "y"}])
-def test_without_saved_activations_the_table_is_omitted(excluded: dict[str, str]) -> None:
-    assert "inputs saved" not in replace(EMPTY, saved=SavedMemory(), not_overlapped=excluded).render()
 
 
 def test_buffers_are_reported_by_ranks_and_use() -> None:
@@ -69,7 +55,6 @@ FULL = replace(
     features=dict.fromkeys(("tensor", "attention", "split", "data", "ulysses", "expert", "varlen"), "none"),
     patches=(PatchLine(f"module:{LONG_NAME}", "dataset_helpers", "absent", "needs transformer_engine " * 2, False),),
     sites={Site("column", "8->4", "ag_gemm", "forward"): Tally()},
-    saved=SavedMemory(((QKV, MIB),), MIB),
     not_overlapped={"VocabParallelEmbedding": "no GEMM " * 20},
     autotuning=(AutotuneLine("column 8->4", "ag_gemm", 8, "bf16", "training", "p2p", 1.0, 2.0, "measured"),),
     numerics_check={"gemm_rs 8->4 dw": 0.5},
@@ -83,7 +68,7 @@ FULL = replace(
 def test_launch_shows_every_line_of_the_report() -> None:
     lines = FULL.render().splitlines()
     assert [line for line in lines if progress_line(line) != line.rstrip()] == []
-    assert len([line for line in lines if not line.startswith(tuple("┏┃┡│├└"))]) == 13
+    assert len([line for line in lines if not line.startswith(tuple("┏┃┡│├└"))]) == 12
 
 
 def test_no_name_of_a_replaced_function_is_cut() -> None:

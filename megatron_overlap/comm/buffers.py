@@ -29,7 +29,6 @@ class BufferPool:
     def __init__(self, *, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._within = within
         self._storage: dict[tuple[str, torch.dtype, torch.device, bool], torch.Tensor] = {}
-        self._content: dict[tuple[str, torch.dtype, torch.device], tuple[torch.Tensor, object]] = {}
         self._taken: dict[tuple[object, ...], torch.Tensor] = {}
         self.derived: dict[Any, Any] = {}
         self.in_use: set[str] = set()
@@ -51,7 +50,6 @@ class BufferPool:
                 returns the same address on all ranks.
         """
         key = (name, dtype or like.dtype, like.device, symmetric)
-        self._content.pop(key[:3], None)
         taken = self._taken.get((key, *shape))
         if taken is not None:
             return taken
@@ -92,14 +90,6 @@ class BufferPool:
         self._taken.clear()
         self.derived.clear()
 
-    def remember(self, name: str, buffer: torch.Tensor, content: object) -> None:
-        """Record the content of `buffer`, taken as `name`, until `name` is taken again."""
-        self._content[name, buffer.dtype, buffer.device] = (buffer, content)
-
-    def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
-        """Return the buffer last taken as `name` and its recorded content, or None."""
-        return self._content.get((name, like.dtype, like.device))
-
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each name."""
         sizes: dict[str, int] = {}
@@ -111,4 +101,3 @@ class BufferPool:
         """Free all buffers."""
         self.forget()
         self._storage.clear()
-        self._content.clear()

@@ -25,8 +25,6 @@ class TensorOverlap(Section):
     serial: direct without overlap, as a reference."""
     chunks_per_rank: Literal["auto"] | Positive = "auto"
     """Messages per rank and operation. auto: at most 4, of at least 128 rows and 256 KiB, about 8 per operation."""
-    recompute_gather: Literal["auto", "always", "never"] = "auto"
-    """never: save the gathered input for wgrad: R times the memory, one all-gather less."""
     recompute_output: Literal["skip", "compute"] = "skip"
     """skip: with p2p, full activation recomputation leaves out the last linear layer of each recomputed part, whose
     output is not read; compute: as stock Megatron."""

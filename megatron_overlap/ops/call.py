@@ -1,6 +1,5 @@
 """What the overlapped operations share: callback types, checks of the operands, and a GEMM into a given output."""
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,11 +20,6 @@ def unobserved(direction: str, num_bytes: int) -> None:
     """The observer of calls without one."""
 
 
-SavedInputHook = Callable[[torch.Tensor, int], Callable[[], None]]
-"""Called in forward with the own rows of an input that is saved for the weight gradient, and with the bytes of its
-gathered rows. `LinearPlan.save_gathered` selects which of the two is saved. The result is called at the release."""
-
-
 class Projection(NamedTuple):
     """A weight `[F, K]` and the destination of its gradient.
 
@@ -38,34 +32,6 @@ class Projection(NamedTuple):
     weight: torch.Tensor
     main_grad: torch.Tensor | None = None
     done: WeightDone | None = None
-
-
-class InputVersion(NamedTuple):
-    """A tensor and the value of its version counter."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-
-    def unchanged_since(self, earlier: object) -> bool:
-        """Whether `earlier` is the same living tensor, without a write to it in between."""
-        if not isinstance(earlier, InputVersion) or earlier.tensor() is not self.tensor():
-            return False
-        return earlier.version == self.version
-
-
-class SavedInput:
-    """Calls `on_release` once: at `release`, or when the autograd graph is freed without a backward pass."""
-
-    def __init__(self, on_release: Callable[[], None]) -> None:
-        self._on_release: Callable[[], None] | None = on_release
-
-    def release(self) -> None:
-        if self._on_release is not None:
-            on_release, self._on_release = self._on_release, None
-            on_release()
-
-    def __del__(self) -> None:
-        self.release()
 
 
 def transport_for(group: dist.ProcessGroup | Transport) -> Transport:

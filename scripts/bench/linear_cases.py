@@ -177,7 +177,6 @@ class LinearCase:
     def run(self, plan: LinearPlan) -> torch.Tensor:
         """The overlapped op, both passes where `backward`; its output."""
         function = all_gather_linear if self.op == "ag_gemm" else linear_reduce_scatter
-        # A new tensor for each call, as in training: calls with the same tensor share the gather.
         x = self.x.detach()
         if not self.backward:
             with torch.no_grad():

@@ -172,7 +172,6 @@ def drawn_launch(draw: random.Random) -> dict[str, Any]:
                 "autotune_cache": None,
                 "schedule": schedule,
                 "chunks_per_rank": draw.choice(["auto", "auto", 1, 2, 3, 5]),
-                "recompute_gather": draw.choice(["auto", "auto", "always", "never"]),
                 "recompute_output": draw.choice(["skip", "skip", "compute"]),
                 "attention": attention,
                 "split": split,

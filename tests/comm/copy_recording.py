@@ -99,7 +99,7 @@ def _recorded(backends: list[RecordedBackend], results: list[torch.Tensor], *fun
     return Recorded(queues, [backend.one_hardware_queue() for backend in backends], backends, results, *functions)
 
 
-FOUR = ["ag_gemm", "gemm_rs", "ag_gemm", "gemm_rs"]
+FOUR = ["ag_gemm", "gemm_rs", "gemm_rs", "ag_gemm"]
 
 
 ALL_REDUCES = ["gemm_ar", "ag_gemm", "gemm_ar", "gemm_rs"]

@@ -52,12 +52,12 @@ def _all_reduce(transports: Sequence[Transport], group: dist.ProcessGroup, seed:
     return [hidden, y, *torch.autograd.grad(y, [x, v, w], dy.detach())]
 
 
-def _saved_gather(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    plan = LinearPlan(pattern="direct", save_gathered=True)
-    x, w, v, dy = _draw(64 * seed + group.rank(), (6, 16), (24, 16), (24, 16), (6 * group.size(), 24))
+def _all_gather(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    plan = LinearPlan(pattern="direct")
+    x, z, w, v, dy = _draw(64 * seed + group.rank(), (6, 16), (6, 16), (24, 16), (24, 16), (6 * group.size(), 24))
     # The second gather uses the buffers of the first one before its backward.
-    ys = [all_gather_linear(x, each, group=transports[0], plan=plan) for each in (w, v)]
-    return [*ys, *torch.autograd.grad(ys, [x, w, v], [dy.detach()] * 2)]
+    ys = [all_gather_linear(*each, group=transports[0], plan=plan) for each in ((x, w), (z, v))]
+    return [*ys, *torch.autograd.grad(ys, [x, z, w, v], [dy.detach()] * 2)]
 
 
 def _attention_projection(transports: Sequence[Transport], group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ def _experts(transports: Sequence[Transport], group: dist.ProcessGroup, seed: in
 
 OPERATIONS: dict[str, Operation] = {
     "all-reduce": _all_reduce,
-    "saved gather": _saved_gather,
+    "all-gather": _all_gather,
     "attention projection": _attention_projection,
     "Ulysses attention": _ulysses,
     "Ulysses layer": _ulysses_layer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.heap import HeapPool
 from megatron_overlap.comm.transport import TransportError
-from megatron_overlap.ops import LinearPlan, all_gather_linear, linear_reduce_scatter
+from megatron_overlap.ops import all_gather_linear, linear_reduce_scatter
 from tests.comm.copy_protocol import (
     RecordedBackend,
     Step,
@@ -100,20 +99,7 @@ def test_results_of_captured_replays() -> None:
         assert recorded.is_right()
 
 
-def test_calls_inside_and_outside_a_graph_share_no_gather() -> None:
-    """Calls before a capture share a gather. A capture gathers nothing, and a replay overwrites the rows unseen."""
-    backend = RecordedBackend(0, 2, {})
-    transport, x, weight, counts = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64), [0]
-    with torch.no_grad():
-        for captures in (False, False, True, True, False):
-            backend.captures = captures
-            all_gather_linear(x, weight, group=transport, plan=LinearPlan(pattern="direct"))
-            counts.append(sum(bool(step.writes) for step in transport.queues.sending.steps))  # type: ignore[attr-defined]
-    assert [after - before for before, after in pairwise(counts)] == [1, 0, 1, 1, 1]
-
-
 def test_a_captured_operation_marks_the_buffers() -> None:
-    """Also one that reuses no earlier gather."""
     backend = RecordedBackend(0, 2, {})
     transport, x, weight = CopyTransport(backend), torch.ones(4, 64), torch.ones(64, 64)
     with torch.no_grad():

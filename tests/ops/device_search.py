@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.kernels import gemm_rs
 from megatron_overlap.ops import data_parallel, flash_attention
-from megatron_overlap.ops.call import InputVersion, unobserved
+from megatron_overlap.ops.call import unobserved
 from megatron_overlap.ops.data_parallel import Gathering, GradientReduce
 from megatron_overlap.ops.expert_parallel.exchange import ExpertPass, Rows
 from megatron_overlap.ops.tensor_parallel.linear import _ColumnParallel, _RowParallel
@@ -166,7 +165,6 @@ def linear(rank: Rank, draw: random.Random, group: str) -> Lane:
         pattern=pattern,
         chunks_per_rank=draw.choice([None, 1, 2, 3]),
         split=draw.choice([None, "all", "edge"]),
-        save_gathered=draw.random() < 0.3,
     )
     transport = rank.transport(group, over_nodes=True)
     method = method_for(transport, plan)
@@ -185,7 +183,6 @@ def linear(rank: Rank, draw: random.Random, group: str) -> Lane:
             WgradTarget(main_grad, None, transport.buffer_pool),
             sharded=not plain,
             num_rows=num_rows,
-            version=InputVersion(weakref.ref(x), x._version),
         )
         context = Context()
         y = function.forward(context, x, w, *([None] if is_column else []), call)

@@ -39,7 +39,6 @@ class _StockCalls:
     below: float
     tally: Tally
     search: Search[Candidate] | None = None  # of calls that are measured from time to time
-    gathers: dist.ProcessGroup | None = None  # of an all-gather whose rows the next layer may share
     communicate: bool = True
 
 
@@ -114,8 +113,6 @@ class LinearAutotuner(GroupAutotuners):
         self._check, self._transport = session.adapter(Check), transport
         self._forward_only = ForwardOnlyCalls(transport)
         self._run_candidate, self._fused_candidates = run_candidate, fused_candidates
-        # Group, input and its version, and candidate of the last column-parallel call.
-        self._last: tuple[dist.ProcessGroup, weakref.ref[torch.Tensor], int, Candidate] | None = None
         self._stock_calls: dict[tuple[object, ...], _StockCalls] = {}
         self.paused = False
         # Calls of linear layers whose block runs in batch overlap.
@@ -138,10 +135,6 @@ class LinearAutotuner(GroupAutotuners):
         if stock.search is not None:
             if stock.search.calls >= stock.search.free_until:
                 return False
-            if stock.gathers is not None:
-                if self._candidate_of_same(stock.gathers, x) is not None:
-                    return False
-                self._last = stock.gathers, weakref.ref(x), _version_of(x), STOCK
             stock.search.calls += 1
         if stock.communicate:
             stock.tally.stock_selected += 1
@@ -150,12 +143,8 @@ class LinearAutotuner(GroupAutotuners):
         return True
 
     def run(self, call: LinearCall) -> LayerOutput:
-        """Runs a call with its candidate, or untimed with that of the call before if both gather the same input."""
+        """Runs a call with its candidate."""
         x, weight, group = call.x, call.weight, call.group
-        gathers = call.op == "ag_gemm"
-        shared = self._candidate_of_same(group, x) if gathers else None
-        if shared is not None:
-            return self._run_candidate(call, shared)
         kind = _kind_of(call)
         autotuner = self.autotuner(group)
         threshold = modelled = None
@@ -169,8 +158,6 @@ class LinearAutotuner(GroupAutotuners):
             shape = self._forward_only.shape(group, kind, lambda: self._p2p_candidates(call, kind)[0])
             modelled = shape.candidate
             if not shape.repeats:
-                if gathers:
-                    self._last = group, weakref.ref(x), _version_of(x), modelled
                 return self._run_candidate(call, modelled)
 
         def candidates() -> list[Candidate]:
@@ -179,8 +166,6 @@ class LinearAutotuner(GroupAutotuners):
         run = partial(self._run_candidate, call)
         timed = not self._check.due and not self.paused
         result, candidate = autotuner.run(kind, run, (x, weight), candidates, timed=timed, modelled=modelled)
-        if gathers:
-            self._last = group, weakref.ref(x), _version_of(x), candidate
         if len(autotuner.kinds) >= MAX_KINDS:
             text = f"the group has {MAX_KINDS} kinds of calls: calls with other rows are not measured"
             self._session.counters.exclude("autotuning", text)
@@ -189,15 +174,8 @@ class LinearAutotuner(GroupAutotuners):
             if threshold is not None:
                 threshold.rows, threshold.measured = kind.rows + 1, True
                 return result
-            self._put(call, x.numel(), x.numel() + 1, search=own.search, gathers=group if gathers else None)
+            self._put(call, x.numel(), x.numel() + 1, search=own.search)
         return result
-
-    def _candidate_of_same(self, group: dist.ProcessGroup, x: torch.Tensor) -> Candidate | None:
-        """The candidate of the last column-parallel call if it had the same input."""
-        last = self._last
-        if last is None or last[0] is not group or last[1]() is not x or last[2] != _version_of(x):
-            return None
-        return last[3]
 
     def selected(self, call: LinearCall) -> Candidate:
         """The present selection for a call that is neither counted nor measured; the stock path if there is none."""
@@ -262,7 +240,7 @@ class LinearAutotuner(GroupAutotuners):
 
     def drop(self) -> None:
         super().drop()
-        self._forward_only, self._last = ForwardOnlyCalls(self._transport), None
+        self._forward_only = ForwardOnlyCalls(self._transport)
         self._stock_calls.clear()
 
     def unsupported_reason(self, call: LinearCall) -> str | None:
@@ -307,10 +285,6 @@ class LinearAutotuner(GroupAutotuners):
             copy_engines=self._transport(call.group).copy_engines,
         )
         return [Candidate("p2p", *each) for each in settings]
-
-
-def _version_of(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
 
 
 def _pass_of(layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:

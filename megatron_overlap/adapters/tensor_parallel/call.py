@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.counters import Counters, Direction, SavedSite
+from megatron_overlap.counters import Counters, Direction
 from megatron_overlap.ops import Projection
 from megatron_overlap.ops.call import WeightDone
 
@@ -53,7 +53,7 @@ class LinearHooks:
     """Counts the passes of one kind of layer, weight shape and operation; `forward_only`: no backward pass follows."""
 
     counters: Counters
-    site: SavedSite
+    site: tuple[str, str, str]  # kind, name and operation of `counters.Site`
     forward_only: bool = False
 
     @property
@@ -67,10 +67,6 @@ class LinearHooks:
             self.counters.not_communicating(*self.site, direction)
             return
         self.counters.overlapped(*self.site, self.forward if direction == "forward" else direction, num_bytes)
-
-    def saved(self, x: torch.Tensor, gathered_bytes: int) -> Callable[[], None]:
-        """Counts an input that is saved for backward. Call the returned function when the input is released."""
-        return self.counters.saved_activations.save(self.site, x.data_ptr(), x.nbytes, gathered_bytes)
 
     def fallback(self, reason: str) -> None:
         """Counts a call that runs the stock path."""

@@ -27,7 +27,7 @@ from megatron_overlap.adapters.tensor_parallel.layer_handoff import LayerHandoff
 from megatron_overlap.adapters.wrapping import replaced
 from megatron_overlap.autotune.candidates import FUSED, HOPPER, STOCK, Candidate
 from megatron_overlap.comm import Transport
-from megatron_overlap.counters import SavedActivations, SavedSite, SymmetricMemory
+from megatron_overlap.counters import SymmetricMemory
 from megatron_overlap.ops import LinearPlan
 from megatron_overlap.ops.numerics_check import Subject, checked_linear
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedPlan, Hopper
@@ -73,7 +73,6 @@ class LinearAdapter(Adapter):
         self.plan = LinearPlan(
             pattern=pattern,
             chunks_per_rank=None if tensor.chunks_per_rank == "auto" else tensor.chunks_per_rank,
-            save_gathered=tensor.recompute_gather == "never",
             add_in_place=True if deterministic else None,
             tree=session.config.deterministic == "tp_invariant",
         )
@@ -93,7 +92,6 @@ class LinearAdapter(Adapter):
         self.autotuner = LinearAutotuner(session, self.run_candidate, self._fused.candidates, self.transport)
         self._method: OverlapBackend = self._fused if self.fused else self._p2p
         self._backend = cache(self._new_backend)
-        self._counters.saved_activations = SavedActivations(gathered=self.plan.save_gathered)
         self._unlisted = dict(_NOT_OVERLAPPED)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
@@ -117,7 +115,7 @@ class LinearAdapter(Adapter):
         key = kind, op, weight.shape, is_forward_only(x, weight)
         hooks = self._hooks.get(key)
         if hooks is None:
-            site = SavedSite(kind, f"{weight.shape[1]}->{weight.shape[0]}", op)
+            site = kind, f"{weight.shape[1]}->{weight.shape[0]}", op
             hooks = self._hooks[key] = LinearHooks(self._counters, site, key[-1])
         return hooks
 
@@ -274,14 +272,12 @@ class P2PBackend:
         return None if _shapes(call) in self._capturable else f"{eligibility.CAPTURED} before a call of the same shape"
 
     def output(self, call: LinearCall, *, checked: bool = False) -> torch.Tensor:
-        """The output of `call.op`. For the reference check (`checked`) no gradient is deferred, no input is counted."""
+        """The output of `call.op`. For the reference check (`checked`) no gradient is deferred."""
         transport = self._adapter.transport(call.group)
         if transport.capturable:
             self._capturable.add(_shapes(call))
         options: dict[str, Any] = {"group": transport, "plan": self._plan, "observer": call.hooks.overlapped}
         options |= {"main_grad": call.main_grad, "weight_done": call.weight_done}
-        if call.op == "ag_gemm":
-            options["on_save"] = None if checked else call.hooks.saved
         if call.op in ("copy_gemm", "gemm_ar"):
             # A replay must not compute the weight gradient of a layer outside the graph.
             alone = checked or eligibility.is_capturing(call.x) or eligibility.repeats_weights(call.layer)

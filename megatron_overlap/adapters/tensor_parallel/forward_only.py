@@ -235,8 +235,7 @@ def _communication(call: LinearCall, num_bytes: int, transport: Transport | None
 
     def run() -> None:
         if transport is not None:
-            # A new view in each run: for the same tensor the operation would reuse the gathered rows.
-            LINEAR_OPS[call.op](x.view_as(x), weight, group=transport, plan=_ONE_MESSAGE)
+            LINEAR_OPS[call.op](x, weight, group=transport, plan=_ONE_MESSAGE)
         elif gathers:
             dist.all_gather_into_tensor(gathered, x, group=group)
             torch.mm(gathered, weight.t())

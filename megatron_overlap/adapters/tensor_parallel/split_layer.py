@@ -177,7 +177,7 @@ class _Step:
         if call.x is not self._normed:
             text = f"an unknown operation changes the input of {type(call.layer).__name__}"
             raise RuntimeError(f"{text}: set overlap.tensor.split to none")
-        output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped, on_save=hooks.saved)
+        output = column_part(call.x, call.weight, call.bias, messages, into, hooks.overlapped)
         self.slot = reserve_slot()
         # A device does not report received messages.
         self._start_other(now=call.x.is_cuda)
@@ -283,11 +283,11 @@ class SplitLayer:
         return steps
 
     def _step(self, block: _Block, source: PendingPart, number: int) -> _Step:
-        deferred, saves, serial = self._deferred_wgrad, self._adapter.plan.save_gathered, self._adapter.serial
+        deferred, serial = self._deferred_wgrad, self._adapter.serial
         messages: PartMessages
         if self._gathers:
             own, gathers = self._transports[number], self._part_gathers
-            messages = GatherScatterMessages(own, deferred, save_gathered=saves, serial=serial, gathers=gathers)
+            messages = GatherScatterMessages(own, deferred, serial=serial, gathers=gathers)
         else:
             num_wgrads = block.num_wgrads[number]
             messages = AllReduceMessages(self._group, self._buffer_pool, deferred, num_wgrads=num_wgrads, serial=serial)

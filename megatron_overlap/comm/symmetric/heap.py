@@ -40,8 +40,8 @@ class HeapPool(BufferPool):
     A new or larger buffer is collective: it waits for the work of the transport on all ranks, and compares their
     requests. This occurs in the first steps.
 
-    A replay of a CUDA graph writes to the buffers without running Python. Therefore, after a capture, the pool recalls
-    no content and keeps the buffers that larger ones replace.
+    A replay of a CUDA graph writes to the buffers. Therefore, after a capture, the pool keeps the buffers that larger
+    ones replace.
 
     Attributes:
         captured: whether a CUDA graph uses the buffers.
@@ -53,11 +53,6 @@ class HeapPool(BufferPool):
         self._buffers: dict[tuple[str, torch.dtype], SymmetricBuffer] = {}
         self.captured = False
         self._of_graphs: list[object] = []
-
-    def recall(self, name: str, like: torch.Tensor) -> tuple[torch.Tensor, object] | None:
-        if self._backend.is_capturing():
-            self.captured = True
-        return None if self.captured else super().recall(name, like)
 
     def _replace(self, buffer: torch.Tensor | None) -> None:
         if self.captured and buffer is not None:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_overlap.ops.call import Observer, SavedInput, SavedInputHook, check_operands, unobserved
+from megatron_overlap.ops.call import Observer, check_operands, unobserved
 from megatron_overlap.ops.tensor_parallel.method import skipped_output
 from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
@@ -91,7 +91,6 @@ def column_part(
     messages: PartMessages,
     target: WgradTarget | None = None,
     observer: Observer | None = None,
-    on_save: SavedInputHook | None = None,
 ) -> torch.Tensor:
     """Equals `x @ w.T + bias`, or `all_gather(x) @ w.T + bias` where ranks own rows.
 
@@ -103,7 +102,7 @@ def column_part(
         bias: `[F/R]` or None.
         messages: of the step.
         target: destination of the weight gradient.
-        observer, on_save: as of `all_gather_linear`.
+        observer: as of `all_gather_linear`.
 
     Returns:
         `[S, B, F/R]`, dtype of `x`.
@@ -113,7 +112,7 @@ def column_part(
         RuntimeError: `part_input` has not started the all-gather.
     """
     call = _PartCall(x, w, bias, messages, target, observer)
-    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call, on_save)
+    y: torch.Tensor = _ColumnPart.apply(x.reshape(-1, x.shape[-1]), w.detach(), bias, call)
     return y.view(-1, *x.shape[1:-1], w.shape[0])
 
 
@@ -204,23 +203,13 @@ class _PartOutput(torch.autograd.Function):
 
 class _ColumnPart(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        call: _PartCall,
-        on_save: SavedInputHook | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: _PartCall) -> torch.Tensor:
         saves, messages = call.saves_input, call.messages
         gather = messages.full("input", x)
         y, full = gather.matmul(w.t(), bias), gather.finish()
-        keeps_full = saves and messages.save_gathered
-        messages.saved = x.detach().contiguous() if saves and not keeps_full else None
-        ctx.save_for_backward(full if keeps_full else None, w)
-        ctx.call, ctx.saved_input = call, None
-        if saves and on_save is not None:
-            ctx.saved_input = SavedInput(on_save(x, full.nbytes))
+        messages.saved = x.detach().contiguous() if saves and messages.gathers else None
+        ctx.save_for_backward(full if saves and not messages.gathers else None, w)
+        ctx.call = call
         call.report("forward", gather.num_bytes)
         return y
 
@@ -235,9 +224,7 @@ class _ColumnPart(torch.autograd.Function):
             call.report("dgrad", sum_of_dx.num_bytes)
         if call.saves_input:
             call.defer_wgrad(dy, messages.take("input").finish if full is None else full)
-        if ctx.saved_input is not None:
-            ctx.saved_input.release()
-        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        return dx, None, dy.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _RowPart(torch.autograd.Function):

@@ -13,16 +13,13 @@ Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order and th
 backward order and the all-gather of the sums are not from a paper.
 """
 
-import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInput, SavedInputHook, WeightDone, check_operands
+from megatron_overlap.ops.call import Observer, WeightDone, check_operands
 from megatron_overlap.ops.tensor_parallel.method import (
     Gather,
     LinearContext,
@@ -48,12 +45,10 @@ def all_gather_linear(
     main_grad: torch.Tensor | None = None,
     weight_done: WeightDone | None = None,
     observer: Observer | None = None,
-    on_save: SavedInputHook | None = None,
 ) -> torch.Tensor:
     """Equals `all_gather(x_shard) @ w.T + bias`; see `ops.reference.all_gather_linear`.
 
-    Column-parallel linear under sequence parallelism. Consecutive calls with the same
-    `x_shard` object share one all-gather in forward. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
+    Column-parallel linear under sequence parallelism. Backward equals `dx_shard = reduce_scatter(dy @ w)`,
     `dw = dy.T @ all_gather(x_shard)`, `dbias = dy.sum(0)`.
 
     Args:
@@ -68,7 +63,6 @@ def all_gather_linear(
             what `weight_done` returns.
         weight_done: called in backward when `main_grad` holds the gradient.
         observer: called in every pass.
-        on_save: called in forward where the input is saved for the weight gradient.
 
     Returns:
         `[S, ..., F/R]`, dtype of `x_shard`.
@@ -90,10 +84,8 @@ def all_gather_linear(
         observer,
         sharded=True,
         num_rows=total,
-        version=None if x_shard.is_inference() else InputVersion(weakref.ref(x_shard), x_shard._version),
-        # Without a graph (inference, the first pass of recomputation) nothing is saved, whatever the plan.
+        # Without a graph (inference, the first pass of recomputation) nothing is saved.
         save_input=torch.is_grad_enabled() and w.requires_grad,
-        on_save=on_save,
     )
     y: torch.Tensor = _ColumnParallel.apply(flat, w, bias, call)
     if x_shard.dim() == 2:
@@ -249,35 +241,27 @@ def copy_linear(
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-class _ColumnContext(LinearContext, Protocol):
-    gathered: bool
-    saved_input: SavedInput | None
-
-
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ColumnContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
+        ctx: LinearContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, call: LinearOptions
     ) -> torch.Tensor:
         method = call.method
-        save_gathered = call.sharded and method.save_gathered and call.save_input
         gather: Gather
         if call.sharded:
             x = x.contiguous()
-            gather = method.gather(x, call.num_rows, "all_gather_linear", version=call.version, save=save_gathered)
+            gather = method.gather(x, call.num_rows, "all_gather_linear")
         else:
             gather = LocalRows(x)
         y = gather.matmul(w.t(), bias)
         gather.finish()
-        ctx.save_for_backward((gather.full if save_gathered else x) if call.save_input else None, w)
-        ctx.call, ctx.gathered, ctx.saved_input = call, save_gathered, None
-        if call.save_input and call.on_save is not None:
-            ctx.saved_input = SavedInput(call.on_save(x, call.num_rows * x.shape[1] * x.element_size()))
+        ctx.save_for_backward(x if call.save_input else None, w)
+        ctx.call = call
         call.report("forward", gather.num_bytes)
         return y
 
     @staticmethod
-    def backward(ctx: _ColumnContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: LinearContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, w), call, dy = ctx.saved_tensors, ctx.call, grads[0].contiguous()
         method = call.method
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
@@ -287,8 +271,6 @@ class _ColumnParallel(torch.autograd.Function):
         gather = dx = dw = None
         if wgrad is not None and not call.sharded:
             pieces = wgrad.pieces(dy, x, method.wgrad_pieces)
-        elif wgrad is not None and ctx.gathered:
-            pieces = [partial(wgrad.add, dy, x)]
         elif wgrad is not None:
             # The first on the link: the weight gradient multiplies these rows, dgrad only adds received rows.
             gather = method.gather(x, dy.shape[0], "all_gather_linear wgrad")
@@ -311,8 +293,6 @@ class _ColumnParallel(torch.autograd.Function):
         if need_w:
             call.report("wgrad", 0 if gather is None else gather.num_bytes)
         dbias = dy.sum(0) if need_bias else None
-        if ctx.saved_input is not None:
-            ctx.saved_input.release()
         return dx, dw, dbias, None
 
 

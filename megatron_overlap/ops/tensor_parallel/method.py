@@ -7,20 +7,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_overlap.comm import BufferPool
-from megatron_overlap.ops.call import InputVersion, Observer, SavedInputHook, product
+from megatron_overlap.ops.call import Observer, product
 from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, WgradTarget
 
 
 class Gather(Protocol):
-    """An all-gather in progress. Results of the computations on its rows are complete after `finish`."""
+    """An all-gather in progress. `full` are its rows; results of computations on them are complete after `finish`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank sends."""
-
-    @property
-    def full(self) -> torch.Tensor:
-        """All rows `[num_rows, K]`, complete after `finish`."""
 
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
@@ -75,7 +71,6 @@ class LinearMethod(ABC):
     """Communication of the linear layers between the ranks of one group.
 
     Attributes:
-        save_gathered: column-parallel forward saves the gathered input for the weight gradient.
         wgrad_pieces: largest number of pieces of a weight gradient that runs beside an all-reduce.
         concurrent: an operation may begin before an earlier one has finished, also in a later call.
     """
@@ -83,22 +78,17 @@ class LinearMethod(ABC):
     rank: int
     size: int
     buffer_pool: BufferPool
-    save_gathered = False
     wgrad_pieces = 1
     concurrent = False
 
     @abstractmethod
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> Gather:
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> Gather:
         """Starts an all-gather.
 
         Args:
             shard: own rows `[rows, K]`, contiguous, unchanged until `finish`.
             num_rows: rows of all ranks.
             op: name in error messages.
-            version: of the tensor that `shard` shows. A gather of the same version may be reused.
-            save: `full` is a tensor of the caller and not a buffer.
         """
 
     @abstractmethod
@@ -116,9 +106,7 @@ class LinearOptions(NamedTuple):
     Attributes:
         sharded: sequence parallelism: each rank owns rows of the input, or of the output of a row-parallel layer.
         num_rows: rows of all ranks, if `sharded`.
-        version: of the input of an all-gather.
         save_input: forward saves the input for the weight gradient.
-        on_save: called in forward with a saved input, for an all-gather.
         deferred_wgrad: where the layer puts, or takes, postponed weight gradients.
         deferred_weight: the leaf whose gradient is postponed; autograd gets a detached weight in its place.
         skip_output: forward of a row-parallel layer computes and sends nothing.
@@ -129,9 +117,7 @@ class LinearOptions(NamedTuple):
     observer: Observer | None = None
     sharded: bool = False
     num_rows: int = 0
-    version: InputVersion | None = None
     save_input: bool = True
-    on_save: SavedInputHook | None = None
     deferred_wgrad: DeferredWgrad | None = None
     deferred_weight: torch.Tensor | None = None
     skip_output: bool = False

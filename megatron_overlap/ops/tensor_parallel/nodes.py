@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_overlap.comm.transport import Transfer, Transport
-from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.method import Gather, LinearMethod, Reduce
 from megatron_overlap.ops.wgrad import Piece, WeightGradient, add_terms
 from megatron_overlap.schedules import ChunkLayout
@@ -27,10 +26,7 @@ class NodesMethod(LinearMethod):
         self._over_nodes, self._reduces = (inside, between, nodes), reduces
         self.rank, self.size, self.buffer_pool = between.rank, between.size, between.buffer_pool
 
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> Gather:
-        assert not save
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> Gather:
         return NodesGather(*self._over_nodes, shard, num_rows, op)
 
     def scatter(self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None) -> Reduce:
@@ -73,11 +69,6 @@ class NodesGather:
         self._consumers.append(consumer)
         if self._first is not None:
             consumer(self._first, self._own)
-
-    @property
-    def full(self) -> torch.Tensor:
-        """Not available: the buffer holds the gathered rows of one node at a time."""
-        raise NotImplementedError("a gather over several nodes has no buffer of all rows")
 
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None

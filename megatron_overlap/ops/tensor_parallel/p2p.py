@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
-from megatron_overlap.ops.call import InputVersion, transport_for
-from megatron_overlap.ops.tensor_parallel.method import LinearMethod, LocalRows
+from megatron_overlap.ops.call import transport_for
+from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesMethod
 from megatron_overlap.ops.tensor_parallel.pipelined import PLAIN, Gemm, GemmInto, PipelinedAllGather, WorkRows
 from megatron_overlap.ops.tensor_parallel.pipelined_all_reduce import PipelinedAllReduce
@@ -58,14 +58,11 @@ class LinearPlan:
         add_in_place: an all-reduce waits and adds at the positions in the plan; otherwise after messages have arrived.
             None chooses by the device.
         tree: partial sums are added in the fixed tree of `tree_sum`; not for pattern `ring`.
-        save_gathered: column-parallel forward saves the gathered input for the weight gradient; otherwise backward
-            gathers it again.
     """
 
     pattern: Pattern | None = None
     chunks_per_rank: int | None = None
     split: Split | None = None
-    save_gathered: bool = False
     add_in_place: bool | None = None
     tree: bool = False
 
@@ -136,8 +133,7 @@ def method_for(group: dist.ProcessGroup | Transport | LinearMethod, plan: Linear
 class P2PMethod(LinearMethod):
     """Point-to-point messages over `transport`, which `plan` cuts and orders.
 
-    `plan`, and `gemm`, the number format of gathered rows, are the same on every rank. A plan with `save_gathered` and
-    the reuse of a gather by consecutive layers have an effect with the plain format only.
+    `plan`, and `gemm`, the number format of gathered rows, are the same on every rank.
     """
 
     wgrad_pieces = MAX_PIECES
@@ -146,25 +142,9 @@ class P2PMethod(LinearMethod):
     def __init__(self, transport: Transport, plan: LinearPlan, gemm: Gemm = PLAIN) -> None:
         self.transport, self.plan, self.gemm = transport, plan, gemm
         self.rank, self.size, self.buffer_pool = transport.rank, transport.size, transport.buffer_pool
-        self.save_gathered = plan.save_gathered and gemm is PLAIN
 
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> P2PGather | LocalRows:
-        if self.gemm is not PLAIN:
-            version = None
-        full = None if save or version is None else self._reusable(shard, num_rows, version)
-        return P2PGather(self, shard, num_rows, op, version, save) if full is None else LocalRows(full)
-
-    def _reusable(self, shard: torch.Tensor, num_rows: int, version: InputVersion) -> torch.Tensor | None:
-        """The gathered rows of `shard` if the last gather was of this version; the same decision on all ranks."""
-        last = self.buffer_pool.recall("gather", shard)
-        if last is None or not version.unchanged_since(last[1]):
-            return None
-        full = last[0]
-        start, stop = ChunkLayout(num_rows, self.size).shard(self.rank)
-        full[start:stop].copy_(shard)
-        return full
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> P2PGather:
+        return P2PGather(self, shard, num_rows, op)
 
     def scatter(
         self, a: torch.Tensor, b: torch.Tensor, op: str, meanwhile: Callable[[], bool] | None = None
@@ -217,39 +197,22 @@ class P2PMethod(LinearMethod):
 class P2PGather:
     """An all-gather by messages; see `Gather`. At most one weight gradient and one product use its rows."""
 
-    def __init__(
-        self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str, version: InputVersion | None, save: bool
-    ) -> None:
+    def __init__(self, method: P2PMethod, shard: torch.Tensor, num_rows: int, op: str) -> None:
         transport, self._gemm = method.transport, method.gemm
         payload = self._gemm.encode(shard)
         self._num_rows, self._like = num_rows, shard
         row_bytes = sum(tensor.shape[1:].numel() * tensor.itemsize for tensor in payload)
         schedule, layout = method.plan.schedule("all_gather", transport, num_rows, row_bytes, shard.device, hidden=True)
-        # Copies land in buffers of the transport: rows to save are copied from there.
-        self._saves_copy = save and transport.prepares
-        is_new = save and not self._saves_copy
         self._full = tuple(
-            tensor.new_empty((num_rows, *tensor.shape[1:]))
-            if is_new
-            else transport.buffer_pool.take(
-                f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor, symmetric=True
-            )
+            transport.buffer_pool.take(f"gather{number or ''}", (num_rows, *tensor.shape[1:]), tensor, symmetric=True)
             for number, tensor in enumerate(payload)
         )
         self.num_bytes = (transport.size - 1) * sum(tensor.nbytes for tensor in payload)
-        self._buffer_pool, self._version = transport.buffer_pool, None if save else version
-        self._gather = PipelinedAllGather(
-            transport, schedule, payload, layout, self._full, op, whole=is_new, repeats=not is_new
-        )
+        self._gather = PipelinedAllGather(transport, schedule, payload, layout, self._full, op, repeats=True)
         self._on_device, self._copy_engines = transport.on_device, transport.copy_engines
         self._product: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
         self._wgrad: tuple[WeightGradient, torch.Tensor | None, torch.Tensor | None] | None = None
         self._spans = Spans()
-
-    @property
-    def full(self) -> torch.Tensor:
-        """See `Gather.full`; in the plain format."""
-        return self._full[0]
 
     def matmul(
         self, b: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
@@ -278,11 +241,6 @@ class P2PGather:
             while not self._gather.done:
                 self._compute_next()
             self._gather.finish()
-        if self._saves_copy:
-            self._gather.copy_own_rows()
-            self._full = tuple(full.clone() for full in self._full)
-        if self._version is not None:
-            self._buffer_pool.remember("gather", self._full[0], self._version)
 
     def _finish_on_device(self) -> None:
         """Enqueues the product in GEMMs that follow their messages, and the weight gradient after the last row.

@@ -144,13 +144,11 @@ class PartMessages(ABC):
     Attributes:
         gathers: ranks own rows, which the step gathers; otherwise each rank has all rows.
         num_owners: ranks that share the rows of an output.
-        save_gathered: forward saves the rows of all ranks for the weight gradient; otherwise backward gathers them.
         saved: own rows of the input that `part_output` saves for the weight gradient.
     """
 
     gathers = False
     num_owners = 1
-    save_gathered = True
 
     def __init__(self, buffer_pool: BufferPool, deferred_wgrad: DeferredWgrad, *, serial: bool) -> None:
         self.buffer_pool, self.deferred_wgrad = buffer_pool, deferred_wgrad
@@ -271,7 +269,7 @@ class GatherScatterMessages(PartMessages):
     Args:
         transport: of the ranks. No other part uses it, since its buffers belong to one reduce-scatter at a time.
         deferred_wgrad: made with `num_terms=2`. Its terms are computed while a message has not arrived.
-        gathers: carries the all-gathers; None: `transport` does. Not with `save_gathered`, which keeps gathered rows.
+        gathers: carries the all-gathers; None: `transport` does.
     """
 
     gathers = True
@@ -281,13 +279,12 @@ class GatherScatterMessages(PartMessages):
         transport: Transport,
         deferred_wgrad: DeferredWgrad,
         *,
-        save_gathered: bool = False,
         serial: bool = False,
         gathers: PartGathers | None = None,
     ) -> None:
         super().__init__(transport.buffer_pool, deferred_wgrad, serial=serial)
-        self.num_owners, self.save_gathered = transport.size, save_gathered
-        self._transport, self._copies = transport, None if save_gathered else gathers
+        self.num_owners = transport.size
+        self._transport, self._copies = transport, gathers
         self._following: tuple[Rows, torch.Tensor] | None = None
 
     def gather(self, rows: Rows, shard: torch.Tensor) -> None:

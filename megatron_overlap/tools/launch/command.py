@@ -49,7 +49,7 @@ _EVENTS = re.compile(r"validation loss at|successfully (?:saved|loaded) checkpoi
 _TORCHRUN = re.compile(r"^\[\w+?\d+\]:")  # torchrun's prefix of every line of a rank
 # Lines of the plugin: its report (text, and tables with titles) and the results of check mode.
 _PLUGIN = re.compile(
-    r"^(?:megatron_overlap is |tensor: |(?:patches|calls on this rank|autotuning|inputs saved for weight gradients)\s*$"
+    r"^(?:megatron_overlap is |tensor: |(?:patches|calls on this rank|autotuning)\s*$"
     r"|(?:communication buffers|messages|symmetric memory) of |  \d+ GEMMs ran |not overlapped: |numerics check: "
     r"|overlap check: |[\u2500-\u257f])"
 )

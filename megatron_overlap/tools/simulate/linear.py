@@ -59,7 +59,8 @@ class LinearOverlap:
     pattern: Pattern = "direct"  # message pattern of `p2p`
     chunks_per_rank: int | None = None
     split: Split | None = None  # of `p2p`; None: `edge` on a device, else the faster one
-    save_gathered: bool = False  # a column-parallel layer saves its gathered input for the weight gradient
+    # Of `serial`, `stock` and `compiled`: a column-parallel layer saves its gathered input for the weight gradient.
+    save_gathered: bool = False
     copies: bool = True  # messages of `p2p` are copies by the copy engines of the link, if it has some
 
 
@@ -105,7 +106,7 @@ class Linear:
         if method in ("p2p", "fused", "sliced") and self.link.size > 1:
             return self._scatter(width, self.out_features, wgrad=True)
         steps = Stream()
-        gathered = self._gather_again(steps)
+        gathered = () if self.overlap.save_gathered else self._send(steps, "all_gather", self.rows, width)
         # Unless all is sequential, each collective overlaps the GEMM that does not depend on it.
         sequential = method in ("serial", "compiled")
         steps.compute(self.model.gemm_us(self.rows, width, self.out_features), *(gathered if sequential else ()))
@@ -211,7 +212,7 @@ class Linear:
         """A GEMM from width k to width n, and the reduce-scatter of its result. Before its sums the weight gradient."""
         if slices := self._slices("reduce_scatter"):
             steps, sent = Stream(), list[int]()
-            gathered = self._gather_again(steps) if wgrad else ()
+            gathered = self._send(steps, "all_gather", self.rows, self.in_features) if wgrad else ()
             for rows in slices:
                 steps.compute(self.model.gemm_us(rows, n, k))
                 sent += self._send(steps, "reduce_scatter", rows, n)
@@ -242,14 +243,10 @@ class Linear:
             streams.append(stream)
         return self._fastest(self._inside(0)._mover, streams)
 
-    def _gather_again(self, steps: Stream) -> tuple[int, ...]:
-        """Adds the collective that gathers the input for wgrad, unless forward has saved it."""
-        return () if self.overlap.save_gathered else self._send(steps, "all_gather", self.rows, self.in_features)
-
     def _wgrads(self, stream: Stream) -> Iterator[None]:
         """Adds the weight gradient step by step: a first message, messages inside the own node, and all else."""
-        if self._nodes.num_nodes == 1 and (not self._queued or self.overlap.save_gathered):
-            gathered = self._gather_again(stream)
+        if self._nodes.num_nodes == 1 and not self._queued:
+            gathered = self._send(stream, "all_gather", self.rows, self.in_features)
             yield
             yield
             stream.compute(self.wgrad_us, *gathered)

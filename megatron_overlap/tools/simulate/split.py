@@ -76,7 +76,7 @@ class _PartLayers(Layers):
         """See `PartGathers`."""
         overlap = self.job.tensor_overlap
         engines = self.model.mover(self.tensor_link) == "copy"
-        return engines and overlap.copies and not overlap.save_gathered and self.own_bytes >= MIN_COPY_BYTES
+        return engines and overlap.copies and self.own_bytes >= MIN_COPY_BYTES
 
     def fixed_us(self, kind: CollectiveKind) -> float:
         """Time of one all-gather or reduce-scatter on a device, without the transfer of its bytes."""

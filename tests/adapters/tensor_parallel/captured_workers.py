@@ -146,32 +146,6 @@ def _counts(job: Job) -> dict[str, int]:
     return {f"{site.op} {site.direction}": tally.overlapped for site, tally in job.session.report().sites.items()}
 
 
-def gathers_that_must_not_be_shared(group: dist.ProcessGroup) -> list[bool]:
-    """Whether each of several gathers of one tensor gathers the rows anew, in place of those of an earlier one.
-
-    The gathers: replays of a graph, after a call outside it; a call outside after the capture; and after a replay.
-    """
-    start(group)
-    generator = torch.Generator().manual_seed(group.rank())
-    with copies(group, TENSOR) as job, torch.no_grad():
-        layer, other = Layer("column", group), Layer("column", group)
-        layer.forward()
-        layer.draw(generator)
-        other.forward()  # another input is in the buffer
-        (captured,), play = job.capture(layer.forward)
-        (outside,) = layer.forward()
-        play()
-        right = [torch.equal(outside, captured)]
-        layer.draw(generator)
-        (before,) = layer.forward()
-        play()
-        right.append(torch.equal(captured, before))
-        (expected,) = other.forward()
-        play()
-        right.append(torch.equal(other.forward()[0], expected))
-        return right
-
-
 def reasons(group: dist.ProcessGroup) -> dict[str, list[str | None]]:
     """Why each kind of call is not captured: over gloo, over copies before a call of its shape and after it, fused."""
     from megatron_overlap.adapters.tensor_parallel.dispatch import FusedBackend

@@ -53,21 +53,12 @@ def test_a_user_without_a_home_folder_has_no_cache(ranks: World) -> None:
     assert ranks.run(RANKS, workers.folder_without_home) == [None] * RANKS
 
 
-def test_layers_of_one_input_run_the_same_candidate_and_share_its_gather(ranks: World) -> None:
-    ran, sent = ranks.run(RANKS, workers.shared_input)[0]
-    assert ran[::2] == ran[1::2]
-    p2p = sum("p2p" in each for each in ran[::2])
-    shard = 8 * 2 * 16 * 4
-    assert sent == p2p * (RANKS - 1) * shard
-
-
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_calls_of_a_selected_stock_path_skip_the_autotuner_and_are_counted(ranks: World, kind: str) -> None:
     for calls in ranks.run(RANKS, workers.free_calls, kind):
         assert calls.searched == calls.counted == workers.FREE_CALLS
         assert calls.through_run == 0, "until the recheck nothing is timed"
-        # A second column-parallel layer of the same input takes the candidate of the first one.
-        assert calls.other == [0, 0, 1 if kind == "column" else 2]
+        assert calls.other == [0, 0, 2]
 
 
 def test_groups_that_are_made_again_are_measured_again(ranks: World) -> None:

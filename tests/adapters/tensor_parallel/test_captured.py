@@ -32,10 +32,6 @@ def test_a_hundred_replays_of_both_layers(ranks: World, tensor: dict[str, Any], 
         assert counted == passes
 
 
-def test_calls_inside_and_outside_a_graph_share_no_gather(ranks: World) -> None:
-    assert ranks.run(RANKS, cases.gathers_that_must_not_be_shared) == [[True, True, True]] * RANKS
-
-
 def test_the_reasons_of_calls_that_are_not_captured(ranks: World) -> None:
     found = [None, f"{CAPTURED} before a call of the same shape", CAPTURED, CAPTURED]
     found.append(f"{CAPTURED}: fused kernels cannot be replayed")

@@ -134,7 +134,7 @@ def record(
             target = WgradTarget(main_grad, buffer_pool=transport.buffer_pool)
             method = method_for(transport, LinearPlan())
             call = LinearOptions(method, target, sharded=not case.plain, num_rows=rows)
-            context = Context(saved_tensors=(x, w), call=call, gathered=False, saved_input=None)
+            context = Context(saved_tensors=(x, w), call=call)
             function: Any = _ColumnParallel if column else _RowParallel
             device.ops.clear()  # the operations of the transport's creation
 

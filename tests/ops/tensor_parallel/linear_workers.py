@@ -189,7 +189,7 @@ def two_layers_recomputed(group: dist.ProcessGroup, *, checkpoint: bool) -> list
     return [float(t.double().sum()) for t in (y, x.grad, w1.grad, w2.grad) if t is not None]
 
 
-def saved_bytes(group: dist.ProcessGroup, *, save_gathered: bool) -> int:
+def saved_bytes(group: dist.ProcessGroup) -> int:
     """Bytes of activations that autograd keeps for a column-parallel layer, weights left out."""
     rows, k = 64, 32
     x = torch.randn(rows, k, requires_grad=True)
@@ -202,7 +202,7 @@ def saved_bytes(group: dist.ProcessGroup, *, save_gathered: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        all_gather_linear(x, w, group=group, plan=LinearPlan(save_gathered=save_gathered))
+        all_gather_linear(x, w, group=group)
     return sum(kept.values())
 
 
@@ -255,7 +255,6 @@ def random_calls(group: dist.ProcessGroup, seed: int, count: int) -> None:
                 pattern=draw.choice(["direct", "ring", "serial"]),
                 chunks_per_rank=draw.choice([None, 1, 2, 3, 5]),
                 split=draw.choice([None, "edge", "all"]),
-                save_gathered=draw.random() < 0.3,
             ),
             late=draw.random() < 0.5,
             main_grad=draw.random() < 0.3,
@@ -270,35 +269,6 @@ def closed_and_opened_again(group: dist.ProcessGroup) -> bool:
     close_transport(group)
     all_gather_linear(torch.zeros(2, 2), torch.zeros(2, 2), group=group)
     return transport_of(group) is not first
-
-
-def consumers_share_a_gather(group: dist.ProcessGroup, *, late: bool) -> list[list[int]]:
-    """Two weights on one input, one on a copy of it, one after it was written to: bytes that each forward sent."""
-    transport: Any = LateTransport(group) if late else transport_of(group)
-    generator = torch.Generator().manual_seed(dist.get_rank(group))
-    x = torch.randn(6, 8, generator=generator)
-    weights = [torch.randn(4, 8, generator=generator) for _ in range(4)]
-    sent: list[list[int]] = []
-
-    def run(source: torch.Tensor, w: torch.Tensor) -> None:
-        bytes_of: list[int] = []
-        y = all_gather_linear(
-            source, w, group=transport, observer=lambda direction, num_bytes: bytes_of.append(num_bytes)
-        )
-        expected = reference.all_gather_linear(source, w, group=group)
-        assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
-        sent.append(bytes_of)
-
-    run(x, weights[0])
-    run(x, weights[1])
-    run(x.clone(), weights[2])
-    run(x, weights[3])
-    run(x, weights[0])
-    x.mul_(2)
-    run(x, weights[1])
-    if late:
-        transport.close()
-    return sent
 
 
 def rows_in_order_of_arrival(group: dist.ProcessGroup) -> list[int]:

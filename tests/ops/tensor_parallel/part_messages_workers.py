@@ -119,7 +119,6 @@ def overlapped(
     into: Sequence[torch.Tensor | None] = (None, None),
     blocks: int = 2,
     late: bool = False,
-    save_gathered: bool = False,
     gathers: PartGathers | None = None,
 ) -> torch.Tensor:
     """`x + row(silu(column(tanh(x))))` for each block, both parts in turn, as a caller of these operations does it.
@@ -133,7 +132,7 @@ def overlapped(
     for _ in range(blocks):
         deferred_wgrad = DeferredWgrad(num_terms=2)
         steps = [
-            _Step(part, GatherScatterMessages(transport, deferred_wgrad, save_gathered=save_gathered, gathers=gathers))
+            _Step(part, GatherScatterMessages(transport, deferred_wgrad, gathers=gathers))
             for part, transport in zip(parts, transports, strict=True)
         ]
         if first:
@@ -181,7 +180,6 @@ def against_reference(
     *,
     main_grad: bool = False,
     messages: Messages = "gloo",
-    save_gathered: bool = False,
 ) -> None:
     """Output and every gradient against the reference and against float64."""
     # The bound is that of one sum after another: rounding errors of a block are not amplified by a second one.
@@ -193,7 +191,7 @@ def against_reference(
         exact = _reference([tensor.double() for tensor in data], group, blocks)
         x, w1, w2, bias = (tensor.clone().requires_grad_() for tensor in data[:-1])
         into = [torch.ones(w.shape, dtype=torch.float32) if main_grad else None for w in (w1, w2)]
-        y = overlapped(x, [w1, w2, bias], transports, into, blocks, late=seed == 2, save_gathered=save_gathered)
+        y = overlapped(x, [w1, w2, bias], transports, into, blocks, late=seed == 2)
         y.backward(data[-1])
         wgrads = [w.grad if grad is None else grad - 1 for w, grad in zip((w1, w2), into, strict=True)]
         got = [y.detach(), x.grad, *wgrads, bias.grad]

@@ -110,10 +110,8 @@ def test_activation_recomputation(world: World) -> None:
         assert left == pytest.approx(right, rel=1e-6)
 
 
-def test_gathered_input_is_kept_only_if_asked(world: World) -> None:
-    shard = 64 * 32 * 4
-    assert world.run(4, linear_workers.saved_bytes, save_gathered=False) == [shard] * 4
-    assert world.run(4, linear_workers.saved_bytes, save_gathered=True) == [4 * shard] * 4
+def test_the_gathered_input_is_not_saved(world: World) -> None:
+    assert world.run(4, linear_workers.saved_bytes) == [64 * 32 * 4] * 4
 
 
 def test_no_buffer_grows_in_steady_state(world: World) -> None:
@@ -129,14 +127,6 @@ def test_what_does_not_fit_is_refused(world: World) -> None:
 
 def test_transport_can_be_closed(world: World) -> None:
     assert world.run(2, linear_workers.closed_and_opened_again) == [True, True]
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
-def test_consumers_of_one_input_share_its_gather(world: World, late: bool) -> None:
-    """Only the same tensor, unchanged, with no other gather in between, is not sent again."""
-    shard = 6 * 8 * 4
-    for sent in world.run(2, linear_workers.consumers_share_a_gather, late=late):
-        assert sent == [[shard], [0], [shard], [shard], [0], [shard]]
 
 
 def test_rows_are_used_as_they_arrive(world: World) -> None:

@@ -17,18 +17,16 @@ def test_equals_reference(world: World, num_ranks: int, dtype: torch.dtype, main
 
 
 @pytest.mark.parametrize("messages", ["late", "device"])
-@pytest.mark.parametrize("save_gathered", [False, True])
-def test_late_messages(world: World, save_gathered: bool, messages: cases.Messages) -> None:
+def test_late_messages(world: World, messages: cases.Messages) -> None:
     """No row is read before its message was waited for."""
-    world.run(4, cases.against_reference, torch.float32, messages=messages, save_gathered=save_gathered)
+    world.run(4, cases.against_reference, torch.float32, messages=messages)
 
 
-@pytest.mark.parametrize("save_gathered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_collectives(world: World, num_ranks: int, dtype: torch.dtype, save_gathered: bool) -> None:
+def test_collectives(world: World, num_ranks: int, dtype: torch.dtype) -> None:
     """As over NCCL. No row is read before its collective was waited for."""
-    world.run(num_ranks, cases.against_reference, dtype, messages="collectives", save_gathered=save_gathered)
+    world.run(num_ranks, cases.against_reference, dtype, messages="collectives")
 
 
 @pytest.mark.parametrize("blocks", [1, 6])

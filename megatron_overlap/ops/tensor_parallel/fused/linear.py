@@ -23,7 +23,6 @@ from megatron_overlap.comm import Transport
 from megatron_overlap.comm.symmetric.cuda import open_backend
 from megatron_overlap.comm.symmetric.nodes import NodesTransport
 from megatron_overlap.comm.symmetric.transport import SymmetricOp, SymmetricTransport, gathered_bytes
-from megatron_overlap.ops.call import InputVersion
 from megatron_overlap.ops.tensor_parallel.fused.kernels import FusedKernels, FusedPlan
 from megatron_overlap.ops.tensor_parallel.method import LinearMethod
 from megatron_overlap.ops.tensor_parallel.nodes import NodesGather, NodesScatter
@@ -212,10 +211,7 @@ class FusedMethod(LinearMethod):
             return f"{num_rows} rows are fewer than {num_ranks} ranks"
         return None
 
-    def gather(
-        self, shard: torch.Tensor, num_rows: int, op: str, *, version: InputVersion | None = None, save: bool = False
-    ) -> IntraNodeGather | NodesGather:
-        assert not save
+    def gather(self, shard: torch.Tensor, num_rows: int, op: str) -> IntraNodeGather | NodesGather:
         if isinstance(self.transport, NodesTransport):
             return NodesGather(*self._over_nodes(self.transport), shard, num_rows, op)
         return IntraNodeGather(self.transport, shard, num_rows, op, self.plan)
