@@ -31,6 +31,13 @@ class Site(NamedTuple):
     def module(self) -> str:
         return f"{self.kind} {self.name}".strip()
 
+    @property
+    def feature(self) -> str:
+        """The section of `overlap` that the calls belong to."""
+        if self.kind in ("data", "expert"):
+            return self.kind
+        return {"ulysses": "ulysses", "ulysses_layer": "ulysses", "balanced_attention": "varlen"}.get(self.op, "tensor")
+
 
 @dataclass
 class Tally:

@@ -109,6 +109,8 @@ class Report:
         parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]
         parts += self._symmetric_lines()
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
+        if self.sites:
+            parts += [f"not overlapped: overlap.{feature}: no call on this rank" for feature in self._unused()]
         return Group(*parts)
 
     def render(self, width: int = 120) -> str:
@@ -117,6 +119,11 @@ class Report:
         with console.capture() as capture:
             console.print(self.table(), soft_wrap=True)
         return capture.get().rstrip()
+
+    def _unused(self) -> list[str]:
+        """The features whose method the config names, and that no call used."""
+        used, named = {site.feature for site in self.sites}, ("p2p", "fused", "balanced")
+        return [name for name, method in self.features.items() if method in named and name not in used]
 
     def _headline(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
@@ -140,7 +147,7 @@ class Report:
         table.title = "calls on this rank"
         for site, tally in self.sites.items():
             reasons = "; ".join(
-                [f"{tally.stock_selected} x selected by autotuning"] * (tally.stock_selected > 0)
+                [f"{tally.stock_selected} x selected or measured by autotuning"] * (tally.stock_selected > 0)
                 + [f"{tally.not_communicating} x communicates nothing in this pass"] * (tally.not_communicating > 0)
                 + [f"{count} x {reason}" for reason, count in sorted(tally.fallbacks.items())]
                 + [f"{count} x p2p, not fused: {reason}" for reason, count in sorted(tally.not_fused.items())]

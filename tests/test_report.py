@@ -48,6 +48,27 @@ def test_without_fused_kernels_symmetric_memory_is_omitted() -> None:
     assert "none allocated" in replace(EMPTY, symmetric_memory=()).render()
 
 
+def test_a_feature_that_no_call_used_is_a_line() -> None:
+    """Also where other features have calls; a method that the plugin chooses itself is none that the user asked for."""
+    features = {
+        "tensor": "p2p",
+        "split": "batch",
+        "data": "auto",
+        "ulysses": "none",
+        "expert": "p2p",
+        "varlen": "balanced",
+    }
+    sites = {
+        Site("column", "8->4", "ag_gemm", "forward"): Tally(),
+        Site("attention", "4x8", "balanced_attention", "forward"): Tally(),
+    }
+    text = replace(EMPTY, features=features, sites=sites).render()
+    assert "not overlapped: overlap.expert: no call on this rank" in text
+    assert text.count("no call on this rank") == 1
+    sites[Site("expert", "4 experts", "experts", "forward")] = Tally()
+    assert "no call on this rank" not in replace(EMPTY, features=features, sites=sites).render()
+
+
 LONG_NAME = "InferenceLayerNormColumnParallelLinear.forward"
 FULL = replace(
     EMPTY,

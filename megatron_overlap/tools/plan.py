@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from megatron_overlap.config import load_launch_config
+from megatron_overlap.config import ConfigError, load_launch_config
 from megatron_overlap.config.errors import did_you_mean, usage_error
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.schedules.varlen.partition import METHODS
@@ -40,17 +40,25 @@ def plan(
     except OSError as error:
         remedy = f"{error.strerror}; give a file or a folder that can be read"
         raise usage_error("plan --lengths", lengths, remedy) from error
+    except UnicodeDecodeError as error:
+        raise usage_error("plan --lengths", lengths, "is not UTF-8 text; write one length per line") from error
     except ValueError as error:
-        raise usage_error("plan --lengths", lengths, str(error)) from error
+        raise _explain(error) from error
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
         # Without --capacity, a rank holds up to 1/16 more than its share of one pass.
         result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // 16), cost=None)
     except ValueError as error:
-        raise usage_error(f"plan --method {method}", None, str(error)) from error
+        raise _explain(error) from error
     print(describe(result, ranks=show))
     return 0
+
+
+def _explain(error: ValueError) -> ConfigError:
+    """The error of an argument, whose text is `name: value: remedy`."""
+    name, value, remedy = str(error).split(": ", 2)
+    return usage_error(f"plan --{name}", value, remedy)
 
 
 def read_lengths(path: Path) -> list[int]:

@@ -12,7 +12,7 @@ all-reduce of dgrad and the record of its end, and both run at once.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-type MessageKey = tuple[int, int, int, int]
+type MessageKey = tuple[object, int, int, int]
 """Communicator, sender, receiver, and the number of the message between these: NCCL matches them in order."""
 
 type Span = tuple[tuple[object, ...], int, int]
@@ -66,7 +66,7 @@ class Recorder:
         self.current = "compute"
         self._num_events = 0
         self.buffers: list[str] = []
-        self._num_groups = self._num_streams = 0
+        self._num_groups, self._num_streams = Counter[range](), 0
         # By the identity of a storage, which its weak reference keeps unique.
         self.memories: dict[int, tuple[object, ...]] = {}
         self._references: list[StorageWeakRef] = []
@@ -168,8 +168,11 @@ class Recorder:
             return getattr(group, "ranks", range(self.size))
 
         def group(store: Any, rank: int, size: int) -> Any:
-            self._num_groups += 1
-            return NcclGroup(self, self._num_groups, ranks=ranks_of(store))
+            ranks = ranks_of(store)
+            self._num_groups[ranks] += 1
+            # A rank may have communicators that others have not: each is known by its ranks.
+            communicator = ranks, self._num_groups[ranks]
+            return NcclGroup(self, self._num_groups.total(), communicator, ranks=ranks)
 
         group.BackendType = SimpleNamespace(NCCL="nccl")  # type: ignore[attr-defined]
         return SimpleNamespace(
@@ -192,6 +195,7 @@ class NcclGroup:
 
     recorder: Recorder
     number: int = 1
+    communicator: object = None
     sends: list[Any] = field(default_factory=list)
     recvs: list[Any] = field(default_factory=list)
     tensors: dict[MessageKey, torch.Tensor] = field(default_factory=dict)
@@ -225,7 +229,7 @@ class NcclGroup:
 
     def _message(self, source: int, target: int) -> MessageKey:
         self.num_messages[source, target] += 1
-        return self.number, source, target, self.num_messages[source, target]
+        return self.communicator or self.number, source, target, self.num_messages[source, target]
 
     def _end_coalescing(self, device: Any) -> Any:
         span, tensors = self.recorder.span, self.tensors

@@ -25,6 +25,12 @@ def test_two_groups_at_once(lanes: Any, nodes: int, copies: bool) -> None:
     assert search(Program(Cluster(nodes, 4 // nodes, 2, copies), lanes, turns=nodes)) > 100
 
 
+@pytest.mark.parametrize("seed", [106, 120], ids=["a group over two nodes", "two all-reduces"])
+def test_programs_of_several_groups(seed: int) -> None:
+    """Tensor-parallel groups of which one has ranks on two nodes; consecutive all-reduces by copies."""
+    search(Program.of(seed))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("seed", range(10))
