@@ -12,7 +12,9 @@ from megatron_overlap.ops.wgrad import DeferredWgrad, Piece, WeightGradient, Wgr
 
 
 class Gather(Protocol):
-    """An all-gather in progress. `full` are its rows; results of computations on them are complete after `finish`."""
+    """An all-gather in progress, of rows called `full` below. Results of computations on them are complete after
+    `finish`.
+    """
 
     @property
     def num_bytes(self) -> int:
