@@ -109,7 +109,7 @@ class Report:
         parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]
         parts += self._symmetric_lines()
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
-        if self.sites:
+        if self.active:
             parts += [f"not overlapped: overlap.{feature}: no call on this rank" for feature in self._unused()]
         return Group(*parts)
 

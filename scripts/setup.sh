@@ -38,10 +38,10 @@ setup_environment() {
         "install one, or name it with PYTHON=/path/to/python3.12"
     "$python" -m venv --help >/dev/null 2>&1 ||
         say_missing "$python has no venv module: install it (Debian and Ubuntu: apt install python3-venv)"
-    printf 'megatron_overlap: installing into .venv with %s (torch and megatron-core: about 5 GB)\n' "$python" >&2
     if [ -e .venv ] && [ ! -e .venv/installed ]; then
         say_missing ".venv exists, and this script has not made it: move it away"
     fi
+    printf 'megatron_overlap: installing into .venv with %s (torch and megatron-core: about 5 GB)\n' "$python" >&2
     rm -rf .venv
     "$python" -m venv .venv
     touch .venv/installed

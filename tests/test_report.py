@@ -49,7 +49,7 @@ def test_without_fused_kernels_symmetric_memory_is_omitted() -> None:
 
 
 def test_a_feature_that_no_call_used_is_a_line() -> None:
-    """Also where other features have calls; a method that the plugin chooses itself is none that the user asked for."""
+    """Only where the config names the method: `auto` may find nothing to overlap."""
     features = {
         "tensor": "p2p",
         "split": "batch",
@@ -62,11 +62,12 @@ def test_a_feature_that_no_call_used_is_a_line() -> None:
         Site("column", "8->4", "ag_gemm", "forward"): Tally(),
         Site("attention", "4x8", "balanced_attention", "forward"): Tally(),
     }
-    text = replace(EMPTY, features=features, sites=sites).render()
+    assert "no call" not in replace(EMPTY, active=False, features=features).render()
+    text = replace(EMPTY, active=True, features=features, sites=sites).render()
     assert "not overlapped: overlap.expert: no call on this rank" in text
     assert text.count("no call on this rank") == 1
     sites[Site("expert", "4 experts", "experts", "forward")] = Tally()
-    assert "no call on this rank" not in replace(EMPTY, features=features, sites=sites).render()
+    assert "no call on this rank" not in replace(EMPTY, active=True, features=features, sites=sites).render()
 
 
 LONG_NAME = "InferenceLayerNormColumnParallelLinear.forward"

@@ -20,10 +20,10 @@ from megatron_overlap.config.resources import shipped_config
 
 Tree = dict[str, Any]
 
-_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?)")
-"""Numbers with a leading zero or a colon, which YAML reads to base 8 and 60."""
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+|\d[\d_]*(:[0-5]?\d)+\.[\d_]*)")
+"""Numbers with a leading zero or a colon, which YAML reads in base 8 and 60."""
 
-_QUOTE = "YAML reads this as a number to base 8 or 60; put it in quotes, or write it without the zero or the colon"
+_QUOTE = "YAML reads this as a number in base 8 or 60; put it in quotes, or write it without the zero or the colon"
 MAPPING = "a config is a mapping; start with a key such as `model:`"
 
 
@@ -133,11 +133,7 @@ def _read(path: Path, named_in: str | None) -> Tree:
 
 def _parse(file: str, text: str) -> Tree:
     try:
-        for line, shown in _in_other_base(text):
-            raise ConfigError(file, f"line {line}", shown, _QUOTE)
         loaded = OmegaConf.load(StringIO(text))
-    except ConfigError:
-        raise
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
         if mark is None:
@@ -149,6 +145,8 @@ def _parse(file: str, text: str) -> Tree:
         raise ConfigError(file, "(file)", text, MAPPING) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(file, "(file)", str(error), "write nested keys with plain values") from error
+    for line, shown in _in_other_base(text):
+        raise ConfigError(file, f"line {line}", shown, _QUOTE)
     tree = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(tree, dict):
         raise ConfigError(file, "(file)", text, MAPPING)
@@ -159,7 +157,7 @@ def _parse(file: str, text: str) -> Tree:
 
 
 def _in_other_base(text: str) -> Iterator[tuple[int, str]]:
-    """The line and text of the plain values that YAML reads as numbers to another base than 10."""
+    """The line and text of the plain values that YAML reads as numbers in another base than 10."""
     for event in yaml.parse(text):
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OTHER_BASE.fullmatch(event.value):
             assert event.start_mark is not None
@@ -176,13 +174,11 @@ def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator
     if key == "base" or key.startswith("base."):
         raise ConfigError(source, key, value, "overrides cannot set base; set it in a file")
     try:
-        for _, shown in _in_other_base(value):
-            raise ConfigError(source, key, shown, _QUOTE)
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
-    except ConfigError:
-        raise
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(source, key, value, "is not a valid YAML value; quote it") from error
+    for _, shown in _in_other_base(value):
+        raise ConfigError(source, key, shown, _QUOTE)
     assert isinstance(parsed, dict)
     for name in sections if ".*." in key else ("",):
         tree: Any = parsed.get("value")

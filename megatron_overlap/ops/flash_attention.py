@@ -58,7 +58,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head, in one kernel call.
+    """Equals `softmax(scale * q @ k.T) @ v` for each head, with a causal mask if `causal`, in one kernel call.
 
     Args:
         q: `[B, Hq, n, D]`, D innermost in memory.
@@ -147,7 +147,7 @@ def sequence_backward(saved: SavedSequence, grad: torch.Tensor, *, causal: bool,
 def partial_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals `softmax(scale * q @ k.T, causal) @ v` for each head: some queries with some keys of one document.
+    """Equals `softmax(scale * q @ k.T) @ v` for each head: some queries with some keys of one document.
 
     `q` is `[n, Hq, D]`, `k` and `v` are `[m, Hkv, D]`, n and m above 0, D innermost in memory; see `flash_forward`. If
     `causal`, they are the same rows of the document; otherwise each query sees all keys.

@@ -105,7 +105,7 @@ def test_what_the_queue_of_sends_runs(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
-    """A transport that planned other orders enqueues the same steps as a new one, also for what is not repeated."""
+    """The steps of an operation do not depend on the orders of earlier operations. Exchanges of one call only, too."""
     draw, arenas = random.Random(seed), dict[tuple[str, int], list[torch.Tensor]]()
     plan, partial = reduce_scatter_plan(3, 0, chunks_per_rank=2), torch.zeros(12, 4)
     num_work = len(plan.work)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,14 @@ def test_a_wrong_request_is_one_line(arguments: list[str], text: str, capsys: py
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "megatron_overlap.cli", "plan", "--lengths", DOCS]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    expected = "megatron-overlap: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
 
 
 def test_lengths_are_read_from_files_and_folders(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +173,19 @@ def execute(
         return run_ranks(launch_plan.commands, timeout_s=timeout_s, log_dir=logs, lab=launch_plan.lab, on_line=on_line)
 
 
+@cache
+def _gpus() -> int | None:
+    """The GPUs that torch finds on this machine; None if it cannot be asked. A command does not import torch itself."""
+    argv = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    count = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
+    return int(count) if count.isdigit() else None
+
+
 def _require_gpus(cfg: LaunchConfig) -> None:
     if cfg.launch.device != "cuda":
         return
-    # In another process: a command of the plugin does not import torch.
-    argv = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    count = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip()
-    if count.isdigit() and int(count) < cfg.ranks_per_node:
+    count = _gpus()
+    if count is not None and count < cfg.ranks_per_node:
         reason = f"torch finds {count} GPUs on this machine, and a node of the launch has {cfg.ranks_per_node} ranks"
         raise ConfigError(cfg.name, "launch.device", "cuda", f"{reason}; use launch --rehearse, or launch.device=cpu")
 

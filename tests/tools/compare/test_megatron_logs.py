@@ -91,6 +91,13 @@ def test_warm_up_and_arguments_with_similar_names_do_not_count(tmp_path: Path) -
     assert second.workload.tokens == 2 * 512
 
 
+def test_a_rate_that_the_log_rounds_to_zero_is_not_missing(tmp_path: Path) -> None:
+    changed = tmp_path / "changed.log"
+    changed.write_text(re.sub(r"(\(TFLOP/s/GPU\): )\d+\.\d", r"\g<1>0.0", OVERLAP.read_text()))
+    workload = sides([read_log(OVERLAP), read_log(changed)])[1].workload
+    assert (workload.flops, workload.flops_convention) == (None, "0.0 in the log, which has one decimal")
+
+
 def test_figures_that_a_log_lacks_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Iteration lines without throughput, as another tool may save them; the output of two ranks in one file."""
     text = "".join(line for line in STOCK.read_text().splitlines(keepends=True) if "consumed" in line)

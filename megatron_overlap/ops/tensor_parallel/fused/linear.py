@@ -82,7 +82,7 @@ class IntraNodeGather:
         return out
 
     def wgrad(self, wgrad: WeightGradient, *, dy: torch.Tensor | None = None, x: torch.Tensor | None = None) -> None:
-        """One GEMM after the last row: each tile of the gradient needs all rows, so it could not start before."""
+        """One GEMM after the last row has arrived: every tile of the gradient needs all rows."""
 
         def add() -> None:
             self._wait_all()
