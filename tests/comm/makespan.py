@@ -114,9 +114,11 @@ class _Clock:
     def __init__(self, ranks: Sequence[Recorder], gpu: Gpu, connections: int | None) -> None:
         self._gpu, self._connections, self._now = gpu, connections, 0.0
         self._pending = [list(device.ops) for device in ranks]
+        self._running: dict[int, Op] = {}  # by identity
         self._rank_of = {id(op): rank for rank, device in enumerate(ranks) for op in device.ops}
         for op in (op for device in ranks for op in device.ops):
             op.started = op.done = False
+        self._streams = [{op.stream for op in ops} for ops in self._pending]
         self._recorded: list[set[Any]] = [set() for _ in ranks]
         self._words: dict[object, int] = {}
         self._message_starts: dict[tuple[str, MessageKey], float] = {}
@@ -131,13 +133,12 @@ class _Clock:
         while any(self._pending):
             while any(self._step(rank) for rank in range(len(self._pending))):
                 pass
-            running = [op for ops in self._pending for op in ops if op.started]
-            if not running:
+            if not self._running:
                 assert not any(self._pending), "deadlock"
                 break
-            until = min(map(self._end, running))
+            until = min(map(self._end, self._running.values()))
             assert until < inf, "deadlock"
-            for op in running:
+            for op in self._running.values():
                 left = self._left[id(op)] - (until - self._now) * self._speed(op)
                 # The operation that ends now may have a rest of the size of a rounding error.
                 self._left[id(op)] = 0.0 if left < 1e-12 else left
@@ -147,16 +148,18 @@ class _Clock:
     def _step(self, rank: int) -> bool:
         """Start and end the operations of a rank that can; return whether any did."""
         progress, blocked, full = False, set[str](), set[bool]()
-        num_streams = len({op.stream for op in self._pending[rank]})
+        # The streams of copies have a hardware queue of their own: seen on an H200.
+        queue_of = {stream: stream.startswith("copies") for stream in self._streams[rank]}
+        num_queues = len(set(queue_of.values()))
         for op in self._pending[rank]:
-            if len(blocked) == num_streams:
+            if len(blocked) == len(queue_of) or len(full) == num_queues:
                 break
-            # The streams of copies have a hardware queue of their own: seen on an H200.
-            copies = op.stream.startswith("copies")
+            copies = queue_of[op.stream]
             if copies in full:
                 continue
             if op.stream not in blocked and not op.started and self._can_start(op, rank):
                 op.started = progress = True
+                self._running[id(op)] = op
                 self._left[id(op)] = op.seconds
                 self._message_starts.update({("send", each): self._now for each in op.sends})
                 self._message_starts.update({("recv", each): self._now for each in op.recvs})
@@ -166,6 +169,7 @@ class _Clock:
                 self._occupy(op, rank, 1)
             if op.started and op.stream not in blocked and self._end(op) <= self._now:
                 op.done = progress = True
+                del self._running[id(op)]
                 self._occupy(op, rank, -1)
                 if op.kind == "record":
                     self._recorded[rank].add(op.label)
@@ -175,7 +179,9 @@ class _Clock:
                 blocked.add(op.stream)
             if self._connections == 1 and not op.started and op.kind != "record":
                 full.add(copies)
-        self._pending[rank] = [op for op in self._pending[rank] if not op.done]
+        if progress:
+            self._pending[rank] = [op for op in self._pending[rank] if not op.done]
+            self._streams[rank] = {op.stream for op in self._pending[rank]}
         return progress
 
     def _can_start(self, op: Op, rank: int) -> bool:
