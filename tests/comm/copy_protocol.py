@@ -7,8 +7,10 @@ operations of the computation. `explore` visits every state that the queues of a
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -198,19 +200,17 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if _returns_a_view(func):
+            return result
         schema = func._schema
         named = {argument.name: argument for argument in schema.arguments}
         passed = [*zip(schema.arguments, args, strict=False), *((named[key], value) for key, value in kwargs.items())]
         read, written = [], []
         for argument, value in passed:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            changes = argument.alias_info is not None and argument.alias_info.is_write
-            (written if changes else read).extend(map(span, tensors))
+            (written if _is_written(argument) else read).extend(map(span, tensors))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         changes_input = bool(written)
-        is_split = func is torch.ops.aten.unsafe_split_with_sizes.default  # its schema does not say that it aliases
-        if is_split or not changes_input and any(returned.alias_info is not None for returned in schema.returns):
-            return result  # a view
         written.extend(map(span, outputs))
 
         def run() -> None:
@@ -223,6 +223,18 @@ class Recording(TorchDispatchMode):
         return result
 
 
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@cache
+def _returns_a_view(func: Any) -> bool:
+    if func is torch.ops.aten.unsafe_split_with_sizes.default:  # its schema does not say that it aliases
+        return True
+    aliases = any(returned.alias_info is not None for returned in func._schema.returns)
+    return aliases and not any(map(_is_written, func._schema.arguments))
+
+
 class ProtocolError(AssertionError):
     """Two steps that may run at the same time use the same bytes, or no step can start."""
 
@@ -231,7 +243,11 @@ def conflict(a: Step, b: Step) -> bool:
     """Whether the result depends on the order of two steps."""
 
     def overlap(first: Sequence[Bytes], second: Sequence[Bytes]) -> bool:
-        return any(p < s and r < q for p, q in first for r, s in second)
+        for p, q in first:
+            for r, s in second:
+                if p < s and r < q:
+                    return True
+        return False
 
     return overlap(a.writes, b.writes) or overlap(a.writes, b.reads) or overlap(a.reads, b.writes)
 
@@ -425,17 +441,23 @@ def ordered(queues: Sequence[RecordedQueue]) -> None:
             cleared = number < len(use.clears) and clocks[use.setter][position][use.clearer] > use.clears[number]
             if not cleared:
                 raise ProtocolError(f"lost: {queues[use.setter].name} step {position} may set a flag that is set")
-    for a, i, b, j in _pairs(programs):
-        concurrent = clocks[b][j][a] <= i and clocks[a][i][b] <= j
-        if concurrent and conflict(programs[a][i], programs[b][j]):
+    for a, i, b, j in _concurrent(programs, clocks):
+        if conflict(programs[a][i], programs[b][j]):
             raise ProtocolError(f"race: {queues[a].name} step {i} and {queues[b].name} step {j}")
 
 
-def _pairs(programs: Sequence[Sequence[Step]]) -> Iterator[tuple[int, int, int, int]]:
+def _concurrent(
+    programs: Sequence[Sequence[Step]], clocks: Sequence[Sequence[Sequence[int]]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Steps i of queue a and j of queue b that use memory and may run at the same time."""
     using = [[i for i, step in enumerate(program) if step.reads or step.writes] for program in programs]
     for b in range(len(programs)):
         for a in range(b):
-            yield from ((a, i, b, j) for i in using[a] for j in using[b])
+            after_b = [clock[b] for clock in clocks[a]]  # never falls: the steps of a queue run in order
+            for j in using[b]:
+                first, end = clocks[b][j][a], bisect_right(after_b, j)
+                for i in using[a][bisect_left(using[a], first) : bisect_left(using[a], end)]:
+                    yield a, i, b, j
 
 
 def repeated(queues: Sequence[RecordedQueue], times: int) -> list[RecordedQueue]:
