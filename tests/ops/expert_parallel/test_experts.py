@@ -49,13 +49,13 @@ def computed_rows(rows: int, whole: int, dtype: torch.dtype) -> list[int]:
 def test_any_rows_need_few_sizes_of_a_gemm_whose_kernels_are_compiled_for_each(dtype: torch.dtype) -> None:
     sizes = set()
     draw = random.Random(1)
-    for rows in (1, 31, 32, 33, 2048, 2049, *(draw.randrange(1, 8192) for _ in range(300))):
+    for rows in (1, 31, 32, 33, 2048, 2049, *(draw.randrange(1, 8192) for _ in range(100))):
         computed = computed_rows(rows, 8192, dtype)
         assert len(computed) == 2
         for size in computed:
             assert rows <= size < rows + max(32, rows / 32 + 1)
             sizes.add(size)
-    assert len(sizes) <= 128
+    assert len(sizes) <= 80
 
 
 def test_other_gemms_compute_the_rows_alone() -> None:
