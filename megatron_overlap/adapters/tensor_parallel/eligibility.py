@@ -15,7 +15,6 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_overlap.adapters.wrapping import is_hooked, is_pre_hooked, recomputed_by_torch
-from megatron_overlap.ops.tensor_parallel.batch_overlap import can_be_ordered
 from megatron_overlap.schedules.gather_scatter import MAX_RANKS
 
 CAPTURED = "a CUDA graph is being captured"
@@ -296,8 +295,6 @@ def unsupported_gradient_reason(module: torch.nn.Module, x: torch.Tensor) -> str
 def unsupported_layer_reason(layer: Any, arguments: dict[str, Any], split: str) -> str | None:
     """The reason in a transformer layer or its arguments that it does not run in two parts of `split`."""
     config = layer.config
-    if not can_be_ordered():
-        return f"torch {torch.__version__} has no `_set_sequence_nr`, which orders the nodes of a backward pass"
     known = {"hidden_states", *BATCH_DIMENSION}
     unknown = [name for name, value in arguments.items() if value is not None and name not in known]
     if unknown:

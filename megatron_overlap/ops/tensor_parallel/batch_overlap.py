@@ -41,11 +41,6 @@ from megatron_overlap.ops.tensor_parallel.part_messages import PartMessages
 from megatron_overlap.ops.wgrad import LateTensor, WgradTarget
 
 
-def can_be_ordered() -> bool:
-    """Whether this torch can change the order of autograd nodes."""
-    return hasattr(torch._C._FunctionBase, "_set_sequence_nr")
-
-
 def reserve_slot() -> int | None:
     """A slot: a position in the order of a backward pass. None where autograd is disabled.
 

@@ -125,7 +125,6 @@ def against_stock(
     start(group)
     from megatron.core import parallel_state
 
-    from megatron_overlap.adapters.tensor_parallel import eligibility
     from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 
     if "activation_func" in settings:
@@ -147,10 +146,8 @@ def against_stock(
         return _step(block, x, dy, rows, masks, alone, beside, frozen_input)
 
     stock = run()
-    ordered = eligibility.can_be_ordered() and prepare != "no order"
     tensor = {"method": "p2p", "split": split, "split_at": split_at, "recompute_output": recompute_output}
     with (
-        patch.object(eligibility, "can_be_ordered", return_value=ordered),
         patch.object(PartGathers, "carries", return_value=True),
         enable(OverlapConfig.model_validate({"tensor": tensor})) as session,
     ):
@@ -488,7 +485,6 @@ PREPARE = {
     "cross-attention": _cross_attention,
     "fp8": _fp8,
     "offloading": _setting("cpu_offloading", True),
-    "no order": lambda block: None,
     "nothing": lambda block: None,
     "late": _late,
     "own residual": _own_residual,
