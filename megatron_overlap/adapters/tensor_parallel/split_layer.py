@@ -20,6 +20,7 @@ from megatron_overlap.adapters.tensor_parallel.dispatch import LinearAdapter
 from megatron_overlap.adapters.tensor_parallel.division import SequenceDivision, SplitCoreAttention
 from megatron_overlap.adapters.tensor_parallel.layer_handoff import PendingOutput, PendingPart
 from megatron_overlap.adapters.tensor_parallel.linear import norm_of
+from megatron_overlap.adapters.wrapping import run_pre_hooks
 from megatron_overlap.comm import PART_CHANNELS
 from megatron_overlap.ops.call import Observer
 from megatron_overlap.ops.tensor_parallel.batch_overlap import (
@@ -55,10 +56,8 @@ class _Block:
         normed: torch.Tensor = self.norm(x)
         if "layer_norm_weight" not in self.column._parameters:
             return normed
-        for number, hook in list(self.column._forward_pre_hooks.items()):
-            # Such as Megatron's, which wait for the all-gather of the parameters. They run again with `column`.
-            keywords: tuple[dict[str, Any], ...] = ({},) if number in self.column._forward_pre_hooks_with_kwargs else ()
-            hook(self.column, (normed,), *keywords)
+        # They run again with `column`.
+        run_pre_hooks(self.column, normed, "set overlap.tensor.split to none")
         return norm_of(self.column)(normed)
 
 
