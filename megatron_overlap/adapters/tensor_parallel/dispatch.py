@@ -8,8 +8,8 @@ selected operation is compared with its reference. A call that a CUDA graph capt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -217,16 +217,11 @@ class LinearAdapter(Adapter):
         plan = replace(self.plan, pattern=candidate.pattern, chunks_per_rank=candidate.chunks_per_rank)
         return P2PBackend(self, plan)
 
-    @contextmanager
     def assign(
         self, layers: Iterable[torch.nn.Module | None], run: Callable[[LinearCall], LayerOutput]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Runs the calls of `layers` by `run` inside the context."""
-        self.assigned = {layer: run for layer in layers if layer is not None}
-        try:
-            yield
-        finally:
-            self.assigned = {}
+        return replaced(vars(self), assigned={layer: run for layer in layers if layer is not None})
 
     def unread(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         """Inside the context no code reads the output of the row-parallel `layer`. The same on every rank."""
