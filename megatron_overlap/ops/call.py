@@ -55,8 +55,8 @@ def repeated[Derived](
 
 def check_operands(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, main_grad: torch.Tensor | None, name: str
-) -> int:
-    """Checks shapes, dtypes and devices; returns the rows at one index of the first dimension.
+) -> None:
+    """Checks shapes, dtypes and devices.
 
     Raises:
         ValueError: an operand does not fit the weight.
@@ -69,7 +69,6 @@ def check_operands(
         raise ValueError(f"bias: shape {tuple(bias.shape)}: must be ({w.shape[0]},)")
     if main_grad is not None and main_grad.shape != w.shape:
         raise ValueError(f"main_grad: shape {tuple(main_grad.shape)}: must be {tuple(w.shape)}")
-    return 1 if x.dim() == 2 else int(x.shape[1:-1].numel())
 
 
 def gathered_rows(x: torch.Tensor, ranks: int) -> int:

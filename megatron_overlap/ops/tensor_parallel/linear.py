@@ -72,7 +72,7 @@ def all_gather_linear(
         TransportError: a peer has ended or misses the deadline.
     """
     method = method_for(group, plan)
-    rows_per_index = check_operands(x_shard, w, bias, main_grad, "x_shard")
+    check_operands(x_shard, w, bias, main_grad, "x_shard")
     flat = x_shard if x_shard.dim() == 2 else x_shard.reshape(-1, x_shard.shape[-1])
     rank, size, given = method.rank, method.size, flat.shape[0]
     total = size * given if num_rows is None else num_rows
@@ -88,9 +88,7 @@ def all_gather_linear(
         save_input=torch.is_grad_enabled() and w.requires_grad,
     )
     y: torch.Tensor = _ColumnParallel.apply(flat, w, bias, call)
-    if x_shard.dim() == 2:
-        return y
-    return y.view(total // rows_per_index, *x_shard.shape[1:-1], w.shape[0])
+    return y if x_shard.dim() == 2 else y.view(-1, *x_shard.shape[1:-1], w.shape[0])
 
 
 def linear_reduce_scatter(
@@ -127,7 +125,7 @@ def linear_reduce_scatter(
         TransportError: a peer has ended or misses the deadline.
     """
     method = method_for(group, plan)
-    rows_per_index = check_operands(x, w_shard, bias, main_grad, "x")
+    check_operands(x, w_shard, bias, main_grad, "x")
     if x.dim() > 2 and x.shape[0] % method.size:
         raise ValueError(f"x: {x.shape[0]} positions: not divisible by {method.size} ranks; pad the sequence")
     target = WgradTarget(main_grad, weight_done, method.buffer_pool)
@@ -136,9 +134,7 @@ def linear_reduce_scatter(
     y: torch.Tensor = _RowParallel.apply(flat, w_shard, call)
     if bias is not None:
         y = y + bias
-    if x.dim() == 2:
-        return y
-    return y.view(y.shape[0] // rows_per_index, *x.shape[1:-1], w_shard.shape[0])
+    return y if x.dim() == 2 else y.view(-1, *x.shape[1:-1], w_shard.shape[0])
 
 
 def linear_all_reduce(
