@@ -141,8 +141,6 @@ class _QuerySplit(torch.autograd.Function):
         call: _Call = ctx.call
         transport, buffer_pool = call.method.transport, call.method.buffer_pool
         need_x, need_w = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
-        if not (need_x or need_w):
-            return None, None, None, None, None
         positions, batch, features = q.shape[0], q.shape[1], w.shape[0]
         dy_shard = grads[0].contiguous().flatten(1)
         row_bytes = batch * features * dy_shard.itemsize
