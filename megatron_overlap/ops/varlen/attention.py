@@ -99,7 +99,8 @@ class _BalancedAttention(torch.autograd.Function):
         rings = slice(0, executor.own.num_ring_rows)
         # Partial results of rings are merged in the accumulation dtype and rounded once.
         merged = out[rings] if out.dtype == lse.dtype else torch.empty_like(out[rings], dtype=lse.dtype)
-        attention = ForwardPassKV(options.scale, q, k, v, merged, lse[rings])
+        traffic = Shape.of(q, k).forward_traffic()
+        attention = ForwardPassKV(traffic, options.scale, q, k, v, merged, lse[rings])
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             documents_forward(Attended(q, k, v, out, lse).rows(rows), lengths, options.scale)
@@ -122,9 +123,10 @@ class _BalancedAttention(torch.autograd.Function):
         dq, dk, dv = executor.results
         rings = slice(0, executor.own.num_ring_rows)
         sums = [torch.zeros_like(x[rings], dtype=lse.dtype) for x in (q, k, v)]
-        passing = options.passing or Shape.of(q, k).backward_passing()
-        kind = BackwardPassKV if passing == "kv" else BackwardPassQ
-        attention = kind(options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
+        shape = Shape.of(q, k)
+        traffic = shape.backward_traffic(options.passing or shape.backward_passing())
+        kind = BackwardPassKV if traffic.passing == "kv" else BackwardPassQ
+        attention = kind(traffic, options.scale, *(x[rings] for x in (q, k, v, out, lse, dout)), *sums)
 
         def documents(rows: slice, lengths: tuple[int, ...]) -> None:
             attended, grads = Attended(q, k, v, out, lse).rows(rows), (dq[rows], dk[rows], dv[rows])

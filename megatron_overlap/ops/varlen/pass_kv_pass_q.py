@@ -6,7 +6,7 @@ Keys and values have at most as many heads, so they are fewer bytes.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 
@@ -60,23 +60,18 @@ class RingAttention(ABC):
     """Pass-KV or pass-Q in one direction. The rows of rings come first in all tensors of the rank.
 
     Attributes:
+        traffic: what travels, and the bytes of a row.
         q, k, v: inputs of attention, `[rows, heads, D]`.
         out, lse: its results. Forward writes them, in the accumulation dtype.
     """
 
-    passing: ClassVar[Passing] = "kv"
-
+    traffic: Traffic
     scale: float
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-
-    @property
-    @abstractmethod
-    def traffic(self) -> Traffic:
-        """What travels, and the bytes of a row."""
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         """Copies own rows into the rows of a payload: keys and values, unless a pass-Q class overrides it."""
@@ -98,10 +93,6 @@ class RingAttention(ABC):
 
 class ForwardPassKV(RingAttention):
     """Forward, pass-KV: the results stay with the queries."""
-
-    @property
-    def traffic(self) -> Traffic:
-        return Shape.of(self.q, self.k).forward_traffic()
 
     def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
         k, v = pick(self.k, keys), pick(self.v, keys)
@@ -132,10 +123,6 @@ class BackwardPassKV(RingAttention):
     dk: torch.Tensor
     dv: torch.Tensor
 
-    @property
-    def traffic(self) -> Traffic:
-        return Shape.of(self.q, self.k).backward_traffic(self.passing)
-
     def compute_own(self, queries: Runs, keys: Runs, *, causal: bool) -> None:
         dq, dk, dv = self._grads(queries, pick(self.k, keys), pick(self.v, keys), causal=causal)
         add(self.dq, queries, dq)
@@ -162,8 +149,6 @@ class BackwardPassKV(RingAttention):
 
 class BackwardPassQ(BackwardPassKV):
     """Backward, pass-Q: queries, outputs and output gradients travel; gradients of queries return to their owner."""
-
-    passing: ClassVar[Passing] = "q"
 
     def pack(self, runs: Runs, payload: torch.Tensor) -> None:
         parts = [pick(x, runs).flatten(1) for x in (self.q, self.dout, self.out)]

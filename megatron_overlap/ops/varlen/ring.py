@@ -291,7 +291,7 @@ class RingGroupRun:
             result.zero_()
         own_chunks = self._ring_group.chunks_of(self._position)
         received_chunks = chunks_at(self._ring_group, payload, step.step)
-        rows_of, is_kv = rows_in_payload(self._ring_group, payload), attention.passing == "kv"
+        rows_of, is_kv = rows_in_payload(self._ring_group, payload), attention.traffic.passing == "kv"
         for number, ring in enumerate(self._ring_group.rings):
             queries, keys = (own_chunks, received_chunks) if is_kv else (received_chunks, own_chunks)
             for block in blocks(ring, queries, keys):
