@@ -20,11 +20,6 @@ the step before, and starts the gather of the same part's next step:
 Autograd mirrors this order in backward, where `part_input` completes the reduce-scatter of the input gradient and
 `part_output` starts the all-gathers of the output gradient and of the saved input.
 
-`DeferredWgrad` postpones weight gradients to points with little computation to hide messages, and sums both parts.
-
-`split_rows` and `join_rows` divide sequences. Rank r of R owns rows `[r S / R, (r + 1) S / R)` of a sequence. The first
-part has the rows before `R F`, the second part the rest. Rank r owns block r of the R blocks of each part.
-
 Source: Domino (arXiv 2409.15241) for the split of a micro-batch. The order of the backward and the order under sequence
 parallelism are not from a paper.
 """
@@ -248,21 +243,16 @@ class _RowPart(torch.autograd.Function):
 
 
 def split_rows(x: torch.Tensor, group: dist.ProcessGroup, num_first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Own rows of both parts. Equals `all_gather(x).split([R F, S - R F])`, each cut into R blocks.
+    """Own rows of both parts. Equals block r of the R blocks of each part of `all_gather(x).split([R F, S - R F])`.
 
     Args:
         x: `[S/R, ...]` own rows.
         group: the R ranks.
-        num_first: F, own rows of the first part, the same on all ranks.
+        num_first: F, own rows of the first part, the same on all ranks; each part has a row.
 
     Returns:
         `[F, ...]` and `[S/R - F, ...]`. Backward is `join_rows` of the gradients.
-
-    Raises:
-        ValueError: a part has no rows.
     """
-    if not 0 < num_first < x.shape[0]:
-        raise ValueError(f"num_first: {num_first} of {x.shape[0]} rows: each part needs a row")
     rows: torch.Tensor = _Exchange.apply(x, group, num_first, False)
     first, second = rows.split([num_first, x.shape[0] - num_first])
     return first, second

@@ -156,11 +156,7 @@ class PipelinedAllReduce:
         return self.rows.num_sent * self._out.shape[1] * self._out.element_size()
 
     def finish(self) -> torch.Tensor:
-        """Computes the remaining sums. Waits until all rows of `out` are sums and all messages are complete.
-
-        Returns:
-            `out`.
-        """
+        """Computes the remaining sums; returns `out` when all its rows are sums and all messages are complete."""
         if not self._finished:
             self._advance(len(self._plan.work), wait=True, exposed=True)
             for own, sums in self.rows.sums:

@@ -163,13 +163,10 @@ class PipelinedReduceScatter:
             self._p2p_work.mark_ready(self._done)
 
     def finish(self) -> torch.Tensor:
-        """Adds the received partial sums to the own rows, in the order of the plan. Waits for all messages.
+        """Adds the received partial sums to the own rows, in the order of the plan; returns `out`.
 
-        More than two terms are summed in fp32 and rounded once. On a device the received terms are added first,
-        then the own rows.
-
-        Returns:
-            `out`.
+        Waits for all messages. More than two terms are summed in fp32 and rounded once. On a device the received terms
+        are added first, then the own rows.
         """
         self._p2p_work.mark_ready(len(self._plan.work))
         if self._tree:

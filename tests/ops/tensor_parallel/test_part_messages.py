@@ -77,9 +77,3 @@ def test_rows_that_have_arrived_are_one_gemm(world: World, num_ranks: int) -> No
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_rows_move_to_parts_and_back(world: World, num_ranks: int, num_rows: int, num_first: int) -> None:
     world.run(num_ranks, cases.moves_rows, num_rows, num_first)
-
-
-@pytest.mark.parametrize("num_first", [0, 7])
-def test_a_part_without_rows_is_an_error(world: World, num_first: int) -> None:
-    with pytest.raises(AssertionError, match=f"num_first: {num_first} of 7 rows: each part needs a row"):
-        world.run(1, cases.moves_rows, 7, num_first)
