@@ -5,9 +5,7 @@ gather the input again, runs dgrad as a GEMM + reduce-scatter, and then the weig
 hides the remaining dgrad messages. Backward of the row-parallel layer gathers the output gradient once; dgrad and
 weight gradient use the same rows as they arrive.
 
-Without it (`linear_all_reduce`, `copy_linear`) every rank holds all rows. The row-parallel layer sums its output over
-ranks in forward. The column-parallel layer sums the gradient of its input in backward. The other passes have no
-communication.
+Without it (`linear_all_reduce`, `copy_linear`) every rank holds all rows.
 
 Source: Flash-Overlap / CommFuse (arXiv 2604.24013) for the forward order and the order of the partial sums. The
 backward order and the all-gather of the sums are not from a paper.
