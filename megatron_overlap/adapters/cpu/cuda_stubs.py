@@ -86,17 +86,8 @@ class Event:
         return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 
-class Generators:
-    """`torch.cuda.default_generators`: the CPU generator under every index."""
-
-    def __getitem__(self, index: Any) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
-
-
-DEFAULT_GENERATORS = Generators()
+DEFAULT_GENERATORS = defaultdict[Any, torch.Generator](lambda: torch.default_generator)
+"""The CPU generator under every index."""
 
 
 def current_device() -> torch.device | int:

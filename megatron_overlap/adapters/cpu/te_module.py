@@ -13,8 +13,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from megatron_overlap.adapters.cpu.te_kernels import KERNELS, DType, enumeration
 from megatron_overlap.adapters.wrapping import replaced
 
@@ -45,11 +43,10 @@ _ENUMS = {
     "NVTERoutingMapFormat": "BYTEMAP BITMAP_U8",
     "NVTEQBHistogramMode": "TWO_KERNEL FUSED_ATOMIC",
 }
-_COMMUNICATORS = [f"CommOverlap{suffix}" for suffix in ("Helper", "Core", "Base", "P2PBase", "", "P2P")]
 
 
 class NativeModule(ModuleType):
-    """`transformer_engine_torch` in PyTorch; an attribute without an implementation is a kernel that raises."""
+    """`transformer_engine_torch` in PyTorch; an attribute without an implementation is a class that raises."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -58,20 +55,8 @@ class NativeModule(ModuleType):
         def missing(*_args: Any, **_kwargs: Any) -> Any:
             raise NotImplementedError(f"{NATIVE_MODULE}.{name}: this kernel needs a GPU and has no CPU implementation")
 
-        return missing
-
-
-class _Refused:
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError(f"{type(self).__name__}: userbuffers need a GPU")
-
-
-class FP8TensorMeta:
-    """Scaling factors of TE's delayed FP8 recipe; TE's Python creates and fills them."""
-
-    scale: torch.Tensor | None = None
-    scale_inv: torch.Tensor | None = None
-    amax_history: torch.Tensor | None = None
+        # A class and not a function: TE names some of them in type annotations.
+        return type(name, (), {"__new__": missing})
 
 
 def native_module() -> NativeModule:
@@ -83,8 +68,7 @@ def native_module() -> NativeModule:
         names["NVTE_Fused_Attn_Backend"] += " F16_max512_seqlen=0"
     vars(module).update({name: enumeration(name, members, "NVTE_") for name, members in names.items()})
     vars(module).update({name: enumeration(name, members) for name, members in _ENUMS.items()})
-    vars(module).update({name: type(name, (_Refused,), {}) for name in _COMMUNICATORS})
-    module.DType, module.FP8TensorMeta = DType, FP8TensorMeta
+    module.DType = DType
     module.get_cudnn_version, module.get_cublasLt_version = (lambda: 92000), (lambda: 130100)
     module.get_num_cublas_streams = lambda: 4
     # TE's own unfused attention runs.
