@@ -55,7 +55,6 @@ class Session(AbstractContextManager["Session"]):
         step: number of the training step that runs, from 1; 0 before the first. Megatron's training loop is followed;
             any other loop calls `next_step`.
         folder: of the files that describe a failure.
-        facts: further facts that must be equal on all ranks, besides config, versions and patches.
     """
 
     def __init__(self, config: OverlapConfig, manifests: Sequence[Manifest] = ()) -> None:
@@ -64,7 +63,6 @@ class Session(AbstractContextManager["Session"]):
         self.switched_off = False
         self.trace: Trace | None = None
         self.step = 0
-        self.facts: dict[str, str] = {}
         self.folder = Path()
         self._adapters: dict[type[Adapter], Adapter] = {}
         self._engine = Engine(manifests)
@@ -154,13 +152,13 @@ class Session(AbstractContextManager["Session"]):
         self.step = self.step + 1 if number is None else number
 
     def consistency_facts(self) -> dict[str, str]:
-        """Facts that must be equal on all ranks: config, versions, patches, and `facts`."""
+        """Facts that must be equal on all ranks: config, versions and patches."""
         report = self.report()
         facts = {key: str(value) for key, value in leaves(self.config.model_dump(mode="json"), "overlap")}
         facts |= {f"version of {name}": str(version) for name, version in report.versions.items()}
         for line in report.patches:
             facts[f"patch {line.target}"] = line.verdict if line.applied else f"{line.verdict}, not applied"
-        return facts | self.facts
+        return facts
 
     def report(self) -> Report:
         """What is replaced, overlapped and not overlapped so far, on this rank."""

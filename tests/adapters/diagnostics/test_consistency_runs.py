@@ -19,13 +19,13 @@ def write(path: Path, content: object) -> str:
 
 
 def test_a_rank_with_another_config_stops_all_before_the_first_step(tmp_path: Path) -> None:
-    """The facts of an adapter, such as an autotuning table, are compared like the config."""
     config = write(tmp_path / "overlap.yaml", DETERMINISTIC)
     wrapper = tmp_path / "pretrain.py"
     wrapper.write_text(
         "import os, runpy, megatron_overlap.session as session\n"
         "if os.environ['RANK'] == '1':\n"
-        "    session.current().facts['autotuning table'] = 'another one'\n"
+        "    current = session.current()\n"
+        "    current.config = current.config.model_copy(update={'timeout_s': 77.0})\n"
         f"runpy.run_path({str(GPT)!r}, run_name='__main__')\n"
     )
     run = tmp_path / "run"
@@ -33,7 +33,7 @@ def test_a_rank_with_another_config_stops_all_before_the_first_step(tmp_path: Pa
     for done in start_ranks(2, [*argv, "--overlap-config", config]):
         assert done.returncode == 2, done.stdout[-3000:]
         line = next(line for line in done.stdout.splitlines() if line.startswith("the ranks differ"))
-        assert "autotuning table: not set on rank 0, another one on rank 1" in line
+        assert "overlap.timeout_s: None on rank 0, 77.0 on rank 1" in line
         assert "Traceback" not in done.stdout
     assert (run / "steps-rank0.jsonl").read_text() == ""
 
