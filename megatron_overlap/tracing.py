@@ -6,17 +6,14 @@ A file is a sequence of JSON lines: a header, one block for each step, and clock
 
 from __future__ import annotations
 
-import functools
 import io
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from types import CodeType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -258,37 +255,3 @@ def direction_of(op: str) -> tuple[str, str]:
     if last in _DIRECTIONS:
         return name, last
     return op, "-" if name else "forward"
-
-
-# The transports of the plugin record their waits with the message.
-_PLUGIN = "megatron_overlap.comm."
-_TORCH = "torch.distributed."
-
-
-def timed_wait(original: Callable[..., Any], trace: Trace) -> Callable[..., Any]:
-    """Return a replacement of `torch.distributed.Work.wait` that adds a `COLLECTIVE_WAIT` to `trace` for every call.
-
-    Blocking collectives of gloo also call `wait`. On CUDA a wait orders streams and does not block the host.
-    """
-    import torch  # `session` imports this module, and needs no torch
-
-    @functools.cache
-    def number_of(code: CodeType, module: str, backward: bool) -> int:
-        # The name is the collective, or the function that waits for a handle, and the pass: `all_reduce forward`.
-        name = code.co_name if module.startswith(_TORCH) else f"handle in {code.co_qualname}"
-        return trace.name(f"{name} {'backward' if backward else 'forward'}")
-
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        module = caller.f_globals.get("__name__", "")
-        if module.startswith(_PLUGIN):
-            return original(work, *args, **kwargs)
-        start = trace.clock()
-        try:
-            return original(work, *args, **kwargs)
-        finally:
-            stop = trace.clock()
-            number = number_of(caller.f_code, module, torch._C._current_graph_task_id() != -1)
-            trace.add(Kind.COLLECTIVE_WAIT, start, stop, op=number)
-
-    return wait

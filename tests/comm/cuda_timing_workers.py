@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from megatron_overlap.adapters.training.train_step import collective_wait
 from megatron_overlap.comm.gloo import GlooP2PWork, GlooTransport
 from megatron_overlap.comm.host_group import compare_clocks, store_beside
 from megatron_overlap.comm.transport import Transfer, TransportOptions
 from megatron_overlap.schedules import all_gather_plan
-from megatron_overlap.tracing import EVENT, Kind, RankEvents, Trace, exposed_in, timed_wait
+from megatron_overlap.tracing import EVENT, Kind, RankEvents, Trace, exposed_in
 
 
 class DelayTransport(GlooTransport):
@@ -134,8 +136,8 @@ def clocks_without_the_last_rank(group: dist.ProcessGroup) -> str:
 
 def collective_waits(group: dist.ProcessGroup, late_s: float) -> list[tuple[str, float]]:
     """Return names and seconds of the waits for collectives that rank 1 joins `late_s` late."""
-    trace = Trace()
-    with mock.patch.object(dist.Work, "wait", timed_wait(dist.Work.wait, trace)):
+    session: Any = SimpleNamespace(trace=(trace := Trace()))
+    with mock.patch.object(dist.Work, "wait", collective_wait(dist.Work.wait, session)):
         _collectives_with_a_late_rank(group, late_s, trace)
     names, rows = trace.take()
     return [

@@ -1,5 +1,6 @@
 """Records of the training steps of a rank, through the patches of Megatron's `train_step`, `evaluate` and log."""
 
+import functools
 import json
 import platform
 import sys
@@ -8,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import IO, Any
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.wrapping import Method
 from megatron_overlap.comm.host_group import compare_clocks
 from megatron_overlap.session import Adapter, Session, installed_release, installed_versions
-from megatron_overlap.tracing import EventFile, Exposed, Kind, Trace, exposed_in, timed_wait
+from megatron_overlap.tracing import EventFile, Exposed, Kind, Trace, exposed_in
 from megatron_overlap.version import __version__
 
 _LOGGED = "elapsed time per iteration (ms):"
@@ -30,9 +32,32 @@ def print_rank_last(original: Method, session: Session) -> Method:
 
 
 def collective_wait(original: Method, session: Session) -> Method:
-    """Factory of a patch: every wait for a collective of torch.distributed is timed."""
-    assert session.trace is not None
-    return timed_wait(original, session.trace)
+    """Factory of a patch: every call of `torch.distributed.Work.wait` adds a `COLLECTIVE_WAIT` to `session.trace`.
+
+    Blocking collectives of gloo also call `wait`. On CUDA a wait orders streams and does not block the host.
+    """
+    trace: Any = session.trace
+
+    @functools.cache
+    def number_of(code: CodeType, module: str, backward: bool) -> int:
+        # The name is the collective, or the function that waits for a handle, and the pass: `all_reduce forward`.
+        name = code.co_name if module.startswith("torch.distributed.") else f"handle in {code.co_qualname}"
+        return trace.name(f"{name} {'backward' if backward else 'forward'}")
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        if module.startswith("megatron_overlap.comm."):  # the transports record their waits with the message
+            return original(work, *args, **kwargs)
+        start = trace.clock()
+        try:
+            return original(work, *args, **kwargs)
+        finally:
+            stop = trace.clock()
+            number = number_of(caller.f_code, module, torch._C._current_graph_task_id() != -1)
+            trace.add(Kind.COLLECTIVE_WAIT, start, stop, op=number)
+
+    return wait
 
 
 # train_step returns (losses, skipped, save now, exit now, exit code, grad norm, ...) in every reviewed release.
