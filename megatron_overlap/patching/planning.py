@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -210,17 +211,13 @@ def _examine(manifest: Manifest, tree: ImportedTree) -> Finding:
     return Finding(manifest, *judgement, places=(site,), original=original, own=own, made_by=made_by)
 
 
-def _find_imported(target: Target, name: str) -> Binding | None:
+def _resolve(target: Target) -> tuple[Binding, Binding]:
+    """The attribute of the target, and the one that holds its value: that of a base class where it is inherited."""
     try:
         importlib.import_module(target.module)
     except ImportError as error:
-        raise _RefusedError(f"{name} cannot be imported: {error}") from error
-    return find_loaded(target)
-
-
-def _resolve(target: Target) -> tuple[Binding, Binding]:
-    """The attribute of the target, and the one that holds its value: that of a base class where it is inherited."""
-    site = _find_imported(target, target.module)
+        raise _RefusedError(f"{target.module} cannot be imported: {error}") from error
+    site = find_loaded(target)
     if site is None:
         raise _RefusedError(f"{target.module} has no {target.qualname}")
     if not isinstance(site.holder, ModuleType):
@@ -286,12 +283,11 @@ def _with_bindings(finding: Finding, holders: Iterable[Binding]) -> Finding:
 
 
 def _import_replacement(manifest: Manifest) -> Any:
-    target = Target.parse(manifest.replacement or manifest.substitute or "")
-    binding = _find_imported(target, f"the replacement {target}")
-    found = None if binding is None else binding.read()
-    if found is None or (manifest.replacement is not None and not callable(found)):
-        raise _RefusedError(f"the replacement {target} does not exist")
-    return found
+    name = manifest.replacement or manifest.substitute or ""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise _RefusedError(f"the replacement {name} cannot be imported: {error}") from error
 
 
 def describe(value: Any) -> str:

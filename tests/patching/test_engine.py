@@ -419,7 +419,7 @@ def test_a_refused_patch_refuses_its_feature_only(packages: Packages) -> None:
         ({"target": "{vendor}:Gone.plain"}, "has no Gone.plain"),
         ({"target": "{vendor}:gone"}, "has no gone"),
         ({"replacement": "no_such_package:f"}, "the replacement no_such_package:f cannot be imported"),
-        ({"replacement": "{ours}:gone"}, "gone does not exist"),
+        ({"replacement": "{ours}:gone"}, "gone cannot be imported: module"),
         ({"target": "math:hypot"}, "source of math is not readable"),
     ],
 )
