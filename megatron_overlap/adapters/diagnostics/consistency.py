@@ -16,6 +16,7 @@ from megatron_overlap.comm.host_group import store_beside, timeout_of
 from megatron_overlap.comm.symmetric.cuda import open_copies
 from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.transport import TransportError
+from megatron_overlap.config import ConfigError
 from megatron_overlap.diagnostics.consistency import compare, ranks_text
 from megatron_overlap.diagnostics.flight_recorder import FlightRecorder
 from megatron_overlap.diagnostics.heartbeat import Heartbeat
@@ -25,10 +26,6 @@ from megatron_overlap.session import Adapter, Session
 
 class ConfigMismatchError(ValueError):
     """Configs, versions or patches of the ranks differ, or a rank did not answer; names key, ranks and values."""
-
-
-class UnsupportedConfigError(ValueError):
-    """No rank of this job can run the config; names the key, its value and the remedy."""
 
 
 class ConsistencyCheck(Adapter):
@@ -55,14 +52,13 @@ class ConsistencyCheck(Adapter):
             self.check_all_ranks()
 
     def check_all_ranks(self) -> None:
-        """Compares the facts of all ranks of the job; collective. Raises the errors of this module."""
+        """Compares the facts of all ranks of the job; collective. Raises ConfigMismatchError or ConfigError."""
         world = dist.group.WORLD
         assert world is not None
         if self._world not in (None, world):
             self._reset()
         self._compare(world)
-        if text := unsupported_setting(self.session):
-            raise UnsupportedConfigError(f"overlap config: {text}")
+        check_settings(self.session)
         self._world = world
         recorder = self.flight_recorder
         if recorder.heartbeat is None and dist.get_world_size() > 1:
@@ -171,19 +167,20 @@ def _open_copies(session: Session, group: dist.ProcessGroup, *, over_nodes: bool
     return transport
 
 
-def unsupported_setting(session: Session) -> str:
-    """A setting that no rank of this job can run, as far as Megatron's arguments show; empty without one."""
+def check_settings(session: Session) -> None:
+    """Raises ConfigError for a setting that no rank of this job can run, as far as Megatron's arguments show."""
     args = training_arguments()
     if args is None or args.seq_length is None or args.micro_batch_size is None:
-        return ""
+        return
     size, overlap = parallel_state.get_tensor_model_parallel_world_size(), session.config.tensor
     rows = args.seq_length * args.micro_batch_size // (size * parallel_state.get_context_parallel_world_size())
     chunks = overlap.chunks_per_rank
     if overlap.method != "none" and size > 1 and isinstance(chunks, int) and chunks > rows:
-        return f"tensor.chunks_per_rank: {chunks}: a rank has {rows} rows; use {rows} at most, or auto"
+        remedy = f"a rank has {rows} rows; use {rows} at most, or auto"
+        raise ConfigError("overlap config", "tensor.chunks_per_rank", chunks, remedy)
     if overlap.method == "p2p" and size > MAX_RANKS:
-        return f"tensor.method: p2p: is for {MAX_RANKS} tensor-parallel ranks at most, not {size}; use none"
-    return ""
+        remedy = f"is for {MAX_RANKS} tensor-parallel ranks at most, not {size}; use none"
+        raise ConfigError("overlap config", "tensor.method", "p2p", remedy)
 
 
 def training_arguments() -> Any:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_overlap.config import OverlapConfig, load_overlap_file
+from megatron_overlap.config import ConfigError, OverlapConfig, load_overlap_file
 from megatron_overlap.config.errors import writing
 from megatron_overlap.config.launch import LaunchSection
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
@@ -136,14 +136,14 @@ class ScriptRun:
 
     def exit_code_of(self, error: BaseException) -> int:
         """Prints the error that ended the script, writes the flight recorder's file, and returns the exit code."""
-        from megatron_overlap.adapters.diagnostics import consistency
+        from megatron_overlap.adapters.diagnostics.consistency import ConfigMismatchError, ConsistencyCheck
 
-        if isinstance(error, consistency.ConfigMismatchError | consistency.UnsupportedConfigError):
+        if isinstance(error, ConfigError | ConfigMismatchError):
             print(error, file=sys.stderr)
             return 2
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
-        check = self._session.find(consistency.ConsistencyCheck)
+        check = self._session.find(ConsistencyCheck)
         if check is not None and (written := check.post_mortem(error)) is not None:
             print(f"rank {self._rank}: its last operations are in {written}", file=sys.stderr)
         return 1

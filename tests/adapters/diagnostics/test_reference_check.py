@@ -114,8 +114,7 @@ def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dic
         ((4, 2), ""),
         (
             (3, 2),
-            "UnsupportedConfigError: overlap config: tensor.chunks_per_rank: 4: "
-            "a rank has 3 rows; use 3 at most, or auto",
+            "ConfigError: overlap config: tensor.chunks_per_rank: 4: a rank has 3 rows; use 3 at most, or auto",
         ),
         # As after parsing alone: Megatron sets the lengths when it validates.
         ((None, None), ""),
