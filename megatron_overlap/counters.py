@@ -127,7 +127,6 @@ class Counters:
             self._tallies[Site(kind, name, op, direction)].stock_selected += 1
 
     def not_communicating(self, kind: str, name: str, op: str, direction: Direction) -> None:
-        """Counts one call that communicates nothing."""
         with self._lock:
             self._tallies[Site(kind, name, op, direction)].not_communicating += 1
 
@@ -137,7 +136,6 @@ class Counters:
             return self._tallies[Site(kind, name, op, direction)]
 
     def exclude(self, module: str, reason: str) -> None:
-        """Records a module that no method overlaps."""
         self.excluded[module] = reason
 
     def snapshot(self) -> dict[Site, Tally]:

@@ -232,8 +232,7 @@ class Session(AbstractContextManager["Session"]):
         features = {feature for feature in _FEATURES if _method(self.config, feature) not in _NOTHING_REPLACED}
         try:
             # One search of the process for both.
-            checked = bool(features) or self.config.varlen.method != "none"
-            plan = self._engine.plan({*features, *_ALWAYS} if checked else ())
+            plan = self._engine.plan({*features, *_ALWAYS} if features else ())
             self._apply(plan.of(features))
             if self.active or self.config.varlen.method != "none":
                 self._apply(plan.of(_ALWAYS))

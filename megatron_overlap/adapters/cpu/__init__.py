@@ -63,17 +63,12 @@ def _apply(engine: Engine, feature: str) -> None:
 
 
 def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
-    """Finds TransformerEngine where the run needs it, and calls `adapt`.
+    """Finds TransformerEngine for `te_layers`, installed or in its folder, and calls `adapt`.
 
-    Args:
-        te_layers: the run builds TransformerEngine layers. If TransformerEngine is not installed, it comes from its
-            folder.
-        rehearsal: refuse what a GPU machine refuses, by leaving out the entries of `load_permits` with a remedy.
+    A rehearsal refuses what a GPU machine refuses: it leaves out the entries of `load_permits` with a remedy.
 
-    Raises:
-        ModuleNotFoundError: `te_layers`, and TransformerEngine is neither installed nor in its folder.
-        RuntimeError: Megatron or TransformerEngine was imported before: they store originals of torch by value.
-        PatchRefusedError: a patch is refused, or megatron-core is not installed.
+    Raises ModuleNotFoundError if there is no TransformerEngine, and RuntimeError if Megatron or TransformerEngine was
+    imported before: they store originals of torch by value.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")

@@ -43,7 +43,6 @@ def _returns[T](value: T) -> Callable[..., T]:
 
 
 do_nothing = _returns(None)
-"""Replaces calls that have no meaning on a CPU."""
 
 
 class Stream:
@@ -96,9 +95,7 @@ def current_device() -> torch.device | int:
 
 
 current_stream = _returns(Stream())
-"""The one stream."""
 never_capturing = _returns(False)
-"""A CPU captures no CUDA graph."""
 null_context = _returns(contextlib.nullcontext())
 """A context manager without effect that can be entered again."""
 device_capability = _returns((10, 0))
@@ -110,13 +107,10 @@ resident_bytes = _calls(lambda: int(psutil.Process().memory_info().rss))
 peak_resident_bytes = _calls(lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """Largest resident set size of this process so far, in bytes."""
 memory_stats = _calls(lambda: defaultdict[str, int](int))
-"""0 for every statistic."""
 get_rng_state = _calls(lambda: torch.default_generator.get_state())
-"""The state of the CPU generator."""
 
 
 def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
-    """The properties that Megatron reads."""
     return SimpleNamespace(
         name=device_name(),
         major=device_capability()[0],
@@ -127,10 +121,8 @@ def device_properties(*_: Any, **__: Any) -> SimpleNamespace:
 
 
 def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Sets the state of the CPU generator."""
     torch.default_generator.set_state(new_state)
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the CPU generator."""
     torch.default_generator.manual_seed(int(seed))

@@ -43,8 +43,7 @@ class UsageError(ValueError):
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
-    Raises UsageError if the command line is wrong. Raises ConfigError if the config file or the plugin's off switch is
-    wrong, or the run folder cannot be made.
+    Raises UsageError or ConfigError if the command line or the config file is wrong.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -80,10 +79,7 @@ class ScriptRun:
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        Raises:
-            UsageError: Megatron is not installed.
-            PatchError: a patch is refused that this run or a strict config needs.
-            ConfigError: the plugin's off switch has an invalid value.
+        Raises UsageError if Megatron is not installed, and PatchError if a patch that the run needs is refused.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
