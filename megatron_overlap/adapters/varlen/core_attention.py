@@ -112,28 +112,10 @@ def nodes_of(hosts: Sequence[int]) -> int:
 
 
 class BalancedCoreAttention(torch.nn.Module):
-    """Core attention for a layer spec, in place of `DotProductAttention`. Unsupported options raise VarlenError."""
+    """Core attention for a layer spec of causal self-attention without dropout, in place of `DotProductAttention`."""
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        problems = (
-            (dropout > 0, f"--attention-dropout {dropout}: use 0"),
-            (attn_mask_type is not AttnMaskType.causal, f"attention mask {attn_mask_type.name}: use causal"),
-            (attention_type != "self", f"{attention_type}-attention: use self-attention"),
-        )
-        for wrong, text in problems:
-            if wrong:
-                raise VarlenError(f"overlap.varlen: layer {layer_number}: {text}")
         self._softmax_scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
     def forward(

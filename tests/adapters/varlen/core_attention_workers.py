@@ -88,27 +88,20 @@ def script_errors(group: dist.ProcessGroup, given: Sequence[dict[str, object]]) 
 
 
 def core_attention_errors(group: dist.ProcessGroup) -> list[str]:
-    """Error messages of layers and calls that the core attention does not support."""
+    """Error messages of calls that the core attention does not support."""
     start()
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_overlap.adapters.varlen.core_attention import BalancedCoreAttention, TokenRotary, VarlenError
 
-    def config(dropout: float) -> TransformerConfig:
-        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=dropout)
-
+    attention = BalancedCoreAttention(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
     x = torch.zeros(1, 1, 2, 4)
     packed = PackedSeqParams(qkv_format="thd")
-    causal = AttnMaskType.causal
     messages = []
     for call in (
-        lambda: BalancedCoreAttention(config(0.1), 1, causal, "self"),
-        lambda: BalancedCoreAttention(config(0.0), 1, AttnMaskType.padding, "self"),
-        lambda: BalancedCoreAttention(config(0.0), 1, causal, "cross"),
-        lambda: BalancedCoreAttention(config(0.0), 1, causal, "self")(x, x, x, None),
-        lambda: BalancedCoreAttention(config(0.0), 1, causal, "self")(x, x, x, None, packed_seq_params=packed),
+        lambda: attention(x, x, x, None),
+        lambda: attention(x, x, x, None, packed_seq_params=packed),
         lambda: TokenRotary(torch.nn.Identity(), 4).get_rotary_seq_len(None, None, x, None, packed),
     ):
         try:
