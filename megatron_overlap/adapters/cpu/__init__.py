@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron_overlap.adapters.cpu import paged_attention, te_module
+from megatron_overlap.config.errors import usage_error
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_folder
 from megatron_overlap.patching import PatchRefusedError
 from megatron_overlap.patching.engine import Engine
@@ -67,14 +68,14 @@ def install(*, te_layers: bool = False, rehearsal: bool = False) -> Engine:
 
     A rehearsal refuses what a GPU machine refuses: it leaves out the entries of `load_permits` with a remedy.
 
-    Raises ModuleNotFoundError if there is no TransformerEngine, and RuntimeError if Megatron or TransformerEngine was
-    imported before: they store originals of torch by value.
+    Raises ConfigError if there is no TransformerEngine, and RuntimeError if Megatron or TransformerEngine was imported
+    before: they store originals of torch by value.
     """
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: adapters.cpu.install() must come before it")
     if te_layers and importlib.util.find_spec("transformer_engine") is None:
         folder = transformer_engine_folder()
         if folder is None:
-            raise ModuleNotFoundError(f"--transformer-impl transformer_engine: {TE_MISSING}", name="transformer_engine")
+            raise usage_error("--transformer-impl", "transformer_engine", TE_MISSING)
         sys.path.append(str(folder))
     return adapt([permit for permit in load_permits() if permit.remedy] if rehearsal else ())

@@ -79,7 +79,7 @@ class ScriptRun:
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        Raises UsageError if Megatron is not installed, and PatchError if a patch that the run needs is refused.
+        Raises UsageError, ConfigError or PatchError if a package is missing, or a patch is refused that the run needs.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -87,12 +87,7 @@ class ScriptRun:
         if self._device == "cpu":
             from megatron_overlap.adapters import cpu
 
-            try:
-                cpu.install(te_layers=self._te_layers, rehearsal=self._launch.rehearsal)
-            except ModuleNotFoundError as error:
-                if error.name != "transformer_engine":
-                    raise
-                raise UsageError(f"command line: {error}") from error
+            cpu.install(te_layers=self._te_layers, rehearsal=self._launch.rehearsal)
         try:
             import megatron.training  # noqa: F401
         except ModuleNotFoundError as error:
