@@ -43,12 +43,8 @@ class Engine:
     def apply(self, plan: Plan, session: Any) -> None:
         """Replaces every applicable target of `plan`; the factories get `session`.
 
-        Raises PatchError if a target is replaced already, or changed since it was planned. After a failure nothing is
-        changed.
+        Raises PatchError if a target changed since it was planned. After a failure nothing is changed.
         """
-        twice = [finding.manifest.target for finding in plan.applicable if finding.manifest.target in self.applied]
-        if twice:
-            raise PatchError(f"{', '.join(twice)}: applied already; revert first")
         before = len(self._applied)
         ready = [(finding, self._make(finding, session)) for finding in plan.applicable]
         try:

@@ -6,7 +6,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from megatron.core import package_info
 from megatron_overlap.patching import PatchError, RevertRefusedError
 from megatron_overlap.patching.engine import Engine
 from megatron_overlap.patching.manifest import Manifest, ReviewedRelease, Verdict
-from megatron_overlap.patching.planning import Finding, Plan, bindings_of
+from megatron_overlap.patching.planning import Finding, bindings_of
 from tests.patching.conftest import Packages
 
 Snapshot = Callable[[object], Callable[[], bool]]
@@ -368,9 +367,11 @@ def test_an_unchecked_patch_replaces_one_attribute_of_any_kind(packages: Package
 
 
 def test_second_apply_is_refused(packages: Packages) -> None:
-    engine = applied(packages.manifest("scale"))
-    plan = Plan((replace(only(engine), verdict=Verdict.APPLIES),))
-    with pytest.raises(PatchError, match="applied already; revert first"):
+    engine = Engine([packages.manifest("scale")])
+    plan = engine.plan()
+    engine.apply(plan, session=None)
+    assert only(engine).verdict is Verdict.REFUSED
+    with pytest.raises(PatchError, match="since it was planned; plan again"):
         engine.apply(plan, session=None)
     assert packages.vendor.scale(1) == ("ours", 2)
     engine.revert()
