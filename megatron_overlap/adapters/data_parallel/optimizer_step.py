@@ -50,14 +50,6 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
         groups = _in_forward_order(self)
         if not groups:
             return original(self)
-        if reason := _whole_step_reason(self.optimizer):
-            counters.exclude("step of the distributed optimizer by bucket", reason)
-            done = original(self)
-            counters.overlapped("data", "optimizer", "whole step, then all gathers", "forward")
-            for bucket_group in groups:
-                _begin_gather(bucket_group)
-            finish(groups)
-            return done
         done, inner_groups = True, self.optimizer.param_groups
         whole = {name: getattr(self, name) for name in _LISTS}
         whole[_INNER] = [group["params"] for group in inner_groups]
@@ -81,21 +73,18 @@ def step_with_ready_grads(original: Method, session: Session) -> Method:
             self.config.barrier_with_L1_time = barrier
             _set_step_counts(inner_groups, after)
             _install(self, whole)
-        finish(groups)
-        return done
-
-    def finish(groups: list[Any]) -> None:
         if session.step == 0:
             # The loop is not Megatron's: it may copy the parameters, or free their memory, before the next forward.
             for bucket_group in groups:
                 bucket_group.param_gather_handle.wait()
+        return done
 
     return step
 
 
 def _unsupported_step_reason(optimizer: Any) -> str | None:
     """The reason against a step by buckets; None if it is supported."""
-    config, settings = optimizer.ddp_config, optimizer.config
+    config, settings, inner = optimizer.ddp_config, optimizer.config, type(optimizer.optimizer)
     quantizing = "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"
     reasons = {
         "the pipeline schedule starts the all-gathers (align_param_gather)": config.align_param_gather,
@@ -105,18 +94,14 @@ def _unsupported_step_reason(optimizer: Any) -> str | None:
         "quantized parameters are written by other collectives or later (fp8, fp4, mxfp8)": any(
             getattr(config, name, False) for name in quantizing
         ),
+        f"a step of {inner.__module__}.{inner.__name__} over some parameters may differ from the whole step": (
+            (inner.__module__, inner.__name__) not in _STEPPED_BY_BUCKET
+        ),
+        "a CUDA graph holds the whole step: FusedAdam(capturable=True)": (
+            inner.__name__ == "FusedAdam" and getattr(optimizer.optimizer, "capturable", False)
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _whole_step_reason(inner: Any) -> str | None:
-    """The reason that the inner optimizer steps all buckets at once; None if it steps bucket by bucket."""
-    kind = type(inner)
-    if (kind.__module__, kind.__name__) not in _STEPPED_BY_BUCKET:
-        return f"{kind.__module__}.{kind.__name__}: a step over some parameters may differ from the whole step"
-    if getattr(inner, "capturable", False) and kind.__name__ == "FusedAdam":
-        return "FusedAdam(capturable=True): a CUDA graph holds the whole step"
-    return None
 
 
 def _set_step_counts(inner_groups: list[dict[str, Any]], counts: list[Any]) -> None:

@@ -291,7 +291,7 @@ def order_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     return [sorted({layer_of[id(parameter)] for parameter in one.params}) for one in _in_forward_order(inner)]
 
 
-def are_gathered(group: dist.ProcessGroup, *, counts_steps: bool, foreign_adam: bool) -> bool:
+def are_gathered(group: dist.ProcessGroup, *, counts_steps: bool) -> bool:
     """Whether all parameters are complete after the optimizer step, in a loop that is not Megatron's."""
     start(group)
     from megatron.core import parallel_state
@@ -301,7 +301,7 @@ def are_gathered(group: dist.ProcessGroup, *, counts_steps: bool, foreign_adam: 
         data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for channel in ("data", "data sums"):
             session.transports.insert(data_group, LateTransport(data_group), channel)
-        model, optimizer = _wrapped(Run(foreign_adam=foreign_adam))
+        model, optimizer = _wrapped(Run())
         model.disable_forward_pre_hook(param_sync=False)
         if counts_steps:
             session.next_step()
