@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from megatron_overlap.adapters.training.bootstrap import USAGE, ScriptRun, UsageError
+from megatron_overlap.adapters.training.bootstrap import USAGE, ScriptRun
 from megatron_overlap.config import ConfigError
 from megatron_overlap.config.errors import escape_output
 from megatron_overlap.patching import PatchError
@@ -27,7 +27,7 @@ def main() -> NoReturn:
     try:
         run = ScriptRun(argv)
         run.prepare()
-    except (UsageError, ConfigError, PatchError) as error:
+    except (ConfigError, PatchError) as error:
         print(error, file=sys.stderr)
         _leave(2)
     try:

@@ -209,12 +209,8 @@ def judge(manifest: Manifest, definition: Definition, tree: SourceTree) -> Judge
         return Judgement(Verdict.APPLIES, f"{here} was reviewed")
     if equal:
         return Judgement(Verdict.APPLIES, f"{here} has the same source as {equal[-1]}, which was reviewed")
-    if here in changed:
-        difference = f"this is not the reviewed {here}: it differs in {', '.join(changed[here])}"
-    else:
-        nearest, places = min(reversed(changed.items()), key=lambda item: len(item[1]))
-        difference = f"{here} was not reviewed; it differs from {nearest}, the nearest reviewed release, in "
-        difference += ", ".join(places)
+    nearest = here if here in changed else min(reversed(changed), key=lambda name: len(changed[name]))
+    difference = f"{here} differs from the reviewed release {nearest} in {', '.join(changed[nearest])}"
     return Judgement(Verdict.UNREVIEWED, f"{difference}; compare a few steps with the stock path before you rely on it")
 
 

@@ -443,7 +443,7 @@ def test_an_unreviewed_body_applies_unreviewed(packages: Packages) -> None:
     read = ReviewedRelease(signature="(value, factor=2)", digest="0" * 64)
     finding = only(Engine([packages.manifest("scale").model_copy(update={"releases": {"1.0.0": read}})]))
     assert finding.verdict is Verdict.UNREVIEWED
-    assert "was not reviewed; it differs from 1.0.0, the nearest reviewed release, in scale" in finding.reason
+    assert "differs from the reviewed release 1.0.0 in scale" in finding.reason
 
 
 def test_a_change_in_a_symbol_it_relies_on_applies_unreviewed(packages: Packages) -> None:
@@ -453,4 +453,4 @@ def test_a_change_in_a_symbol_it_relies_on_applies_unreviewed(packages: Packages
     release = manifest.releases["1.0.0"].model_copy(update={"relies_on": {relied: "0" * 64}})
     finding = only(Engine([manifest.model_copy(update={"releases": {"1.0.0": release}})]))
     assert finding.verdict is Verdict.UNREVIEWED
-    assert "the nearest reviewed release, in Base.inherited" in finding.reason
+    assert "the reviewed release 1.0.0 in Base.inherited" in finding.reason

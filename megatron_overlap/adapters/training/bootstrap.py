@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_overlap.config import ConfigError, OverlapConfig, load_overlap_file
-from megatron_overlap.config.errors import writing
+from megatron_overlap.config.errors import usage_error, writing
 from megatron_overlap.config.launch import LaunchSection
 from megatron_overlap.config.megatron_args import TE_OVERLAP, TE_OVERLAP_ADVICE
 from megatron_overlap.config.resources import transformer_engine_available
@@ -36,22 +36,19 @@ _OF_A_SCRIPT = frozenset({"launch", _HELPERS})
 """The features of the patches that every script needs."""
 
 
-class UsageError(ValueError):
-    """The command line is wrong; the text is the one line to print."""
-
-
 class ScriptRun:
     """One run of a training script, given with its arguments, under the plugin: `prepare`, `execute`, then `finish`.
 
-    Raises UsageError or ConfigError if the command line or the config file is wrong.
+    Raises ConfigError if the command line or the config file is wrong.
     """
 
     def __init__(self, argv: list[str]) -> None:
         if not argv or argv[0].startswith("-"):
-            raise UsageError(f"the first argument must be the training script; {USAGE}")
+            first = argv[0] if argv else None
+            raise usage_error("SCRIPT", first, f"the first argument must be the training script; {USAGE}")
         self._script = Path(argv[0])
         if not self._script.is_file():
-            raise UsageError(f"{argv[0]}: no such script: give the path of a training script, e.g. pretrain_gpt.py")
+            raise usage_error("SCRIPT", argv[0], "no such script; give the path of one, e.g. pretrain_gpt.py")
         self._argv = argv
         self._rank = int(os.environ.get("RANK", "0"))
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -59,27 +56,27 @@ class ScriptRun:
         try:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
-            raise UsageError(f"command line: {error}") from error
+            raise usage_error("options", " ".join(argv[1:]), str(error)) from error
         self._overlap, self._launch = OverlapConfig(), LaunchSection()
         if flags.overlap_config is not None:
             self._overlap, self._launch = load_overlap_file(flags.overlap_config)
         self._device = flags.overlap_device or self._launch.device
         self._te_layers = flags.transformer_impl == "transformer_engine"
         if TE_OVERLAP in argv and self._overlap.tensor.method != "none" and not is_switched_off():
-            raise UsageError(f"command line: {TE_OVERLAP}: {TE_OVERLAP_ADVICE}")
+            raise usage_error(TE_OVERLAP, True, TE_OVERLAP_ADVICE)
         self._run_dir = Path(flags.overlap_run_dir) if flags.overlap_run_dir else None
         if self._run_dir is not None:
             with writing("--overlap-run-dir", self._run_dir):
                 self._run_dir.mkdir(parents=True, exist_ok=True)
         self._trace = flags.overlap_trace or self._overlap.trace
         if self._trace and self._run_dir is None:
-            raise UsageError("command line: --overlap-trace: needs --overlap-run-dir, the folder to write events to")
+            raise usage_error("--overlap-trace", True, "needs --overlap-run-dir, the folder to write events to")
         self._recorder: StepRecorder | None = None
 
     def prepare(self) -> None:
         """Applies all patches, before the script imports Megatron.
 
-        Raises UsageError, ConfigError or PatchError if a package is missing, or a patch is refused that the run needs.
+        Raises ConfigError if a package is missing, and PatchError if a patch is refused that the run needs.
         """
         # As `python SCRIPT` does: modules of a checkout are found beside the script, before an installed megatron.
         sys.path[0] = str(self._script.resolve().parent)
@@ -94,7 +91,7 @@ class ScriptRun:
             if error.name is None or error.name.partition(".")[0] != "megatron":
                 raise
             remedy = "install megatron-core 0.17 or later, or run the script of a Megatron-LM checkout"
-            raise UsageError(f"{error.name}: not installed: {remedy}") from error
+            raise ConfigError("environment", error.name, "not installed", remedy) from error
         self._session = enable(self._overlap)
         if self._run_dir is None:
             self._session.apply_patches(_OF_A_SCRIPT, required=True)

@@ -91,7 +91,7 @@ def test_trace_without_a_run_folder_is_refused(tmp_path: Path) -> None:
     config.write_text("overlap: {trace: true}\n")
     (done,) = start_ranks(1, [str(SCRIPTS / "pretrain_gpt.py"), "--overlap-config", str(config)], timeout_s=60)
     assert done.returncode == 2
-    assert "--overlap-trace: needs --overlap-run-dir" in done.stdout
+    assert "--overlap-trace: true: needs --overlap-run-dir" in done.stdout
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
