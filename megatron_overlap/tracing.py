@@ -101,16 +101,13 @@ class WorkEvents:
         self.span(Kind.WAIT, start_ns, self.now(), message)
 
     def sent(self, message: int, peer: int, num_bytes: int) -> None:
-        """Record that a message is posted now."""
         now = self.now()
         self.message(Kind.SENT, now, now, message, peer, num_bytes)
 
     def received(self, message: int, peer: int, num_bytes: int) -> None:
-        """Record that a message has arrived now."""
         self.message(Kind.RECEIVED, self._start, self.now(), message, peer, num_bytes)
 
     def finished(self) -> None:
-        """Record the end of the operation."""
         self.span(Kind.OP, self._start, self.now(), 0)
 
     def message(self, kind: Kind, start: int, stop: int, message: int, peer: int, num_bytes: int) -> None:
@@ -147,7 +144,6 @@ class EventFile:
         return RankEvents(self._rank, block, names)
 
     def mark(self, mark: Mark) -> None:
-        """Write an offset to the clock of rank 0."""
         self._line({"clock": mark})
 
     def close(self) -> None:

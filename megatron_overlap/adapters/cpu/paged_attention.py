@@ -50,9 +50,6 @@ def flash_attn_varlen_func(
         cu_seqlens_q: first row of each request, and the number of rows.
         cu_seqlens_k: the same for its keys, as if they were packed.
         block_table: blocks of each request in the cache `k` and `v`, `[requests, blocks]`.
-
-    Raises:
-        NotImplementedError: attention is not causal, has a window, or returns probabilities.
     """
     if not causal or tuple(window_size) != (-1, -1) or block_table is None or return_attn_probs:
         raise NotImplementedError("paged attention on CPU ranks is causal, without a window and without probabilities")

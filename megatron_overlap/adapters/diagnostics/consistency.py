@@ -107,8 +107,7 @@ def initialize_model_parallel(original: Method, session: Session) -> Method:
 def open_transport(session: Session, group: dist.ProcessGroup, channel: str = "") -> Transport:
     """Return the transport of a group and channel for a session.
 
-    The first call is collective. It compares the configurations of the ranks, and opens the transport with the timeout,
-    trace, flight recorder, ordering and buffer registration of the session.
+    The first call is collective. It compares the configurations of the ranks.
     """
     if (transport := session.transports.find(group, channel)) is not None:
         return transport
