@@ -128,12 +128,12 @@ class Mark(NamedTuple):
 
 
 class EventFile:
-    """Writes the events of one rank step by step; a killed run loses at most one step. `head`: more header fields."""
+    """Writes the events of one rank step by step; a killed run loses at most one step."""
 
-    def __init__(self, path: Path, rank: int, head: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         self._file: IO[bytes] = path.open("wb", buffering=0)
         self._rank, self._num_names = rank, 0
-        self._line({"format": FORMAT, "rank": rank, **(head or {})})
+        self._line({"format": FORMAT, "rank": rank})
 
     def write(self, trace: Trace) -> RankEvents:
         """Write and return the events since the last call."""

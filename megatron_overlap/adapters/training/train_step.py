@@ -86,7 +86,7 @@ class StepRecorder(Adapter):
             path.unlink(missing_ok=True)
         self._traced: tuple[EventFile, Trace] | None = None
         if session.trace is not None:
-            self._traced = EventFile(events, rank, {"device": device}), session.trace
+            self._traced = EventFile(events, rank), session.trace
         self._steps: IO[str] = (run_dir / f"steps-rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
 
     def close(self) -> None:
