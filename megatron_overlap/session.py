@@ -35,6 +35,9 @@ class Adapter:
     def __init__(self, session: Session) -> None:
         self.session = session
 
+    def start(self) -> None:
+        """All patches of `enable` are applied; only for adapters that their factories made."""
+
     def close(self) -> None:
         """Releases all resources; `Session.disable` calls it after the patches are reverted."""
 
@@ -68,7 +71,6 @@ class Session(AbstractContextManager["Session"]):
         self._engine = Engine(manifests)
         self._plan = Plan(())  # of all patches that were applied or refused
         self.reason = "not enabled yet"
-        self._start_hooks: list[Callable[[], object]] = []
         self._closers: list[Callable[[], object]] = []
 
     def adapter[A: Adapter](self, kind: type[A], make: Callable[[Session], A] | None = None) -> A:
@@ -115,10 +117,6 @@ class Session(AbstractContextManager["Session"]):
     def add_close(self, close: Callable[[], object]) -> None:
         """Registers a clean-up for `disable`; the last one registered runs first."""
         self._closers.append(close)
-
-    def add_start(self, start: Callable[[], object]) -> None:
-        """Registers a function that `enable` calls after all patches are applied. Factories of patches call this."""
-        self._start_hooks.append(start)
 
     def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
         """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
@@ -238,8 +236,8 @@ class Session(AbstractContextManager["Session"]):
                 self._apply(plan.of(_ALWAYS))
             self.reason = self._explain()
             self._warn()
-            for start in self._start_hooks:
-                start()
+            for adapter in list(self._adapters.values()):
+                adapter.start()
         except BaseException:
             self._engine.revert()
             self.clean_up()

@@ -271,11 +271,15 @@ def test_a_removed_adapter_is_made_again() -> None:
     assert second is not first
 
 
-def test_factories_may_register_a_start_hook(packages: Packages) -> None:
+def test_adapters_start_after_all_patches(packages: Packages) -> None:
     seen: list[object] = []
 
+    class Starting(Adapter):
+        def start(self) -> None:
+            seen.append(packages.vendor.scale(1))
+
     def starts(original: object, session: Session) -> object:
-        session.add_start(lambda: seen.append(packages.vendor.scale(1)))
+        session.adapter(Starting)
         return lambda *args: "ours"
 
     packages.factories.starts = starts
@@ -283,9 +287,13 @@ def test_factories_may_register_a_start_hook(packages: Packages) -> None:
     assert seen == ["ours"]
 
 
-def test_a_failing_start_hook_reverts_all_patches(packages: Packages) -> None:
+def test_a_failing_start_reverts_all_patches(packages: Packages) -> None:
+    class Failing(Adapter):
+        def start(self) -> None:
+            raise ZeroDivisionError
+
     def fails_at_start(original: object, session: Session) -> object:
-        session.add_start(lambda: 1 // 0)
+        session.adapter(Failing)
         return lambda *args: "ours"
 
     packages.factories.fails_at_start = fails_at_start

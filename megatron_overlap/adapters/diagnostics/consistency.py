@@ -94,7 +94,6 @@ class ConsistencyCheck(Adapter):
 def initialize_model_parallel(original: Method, session: Session) -> Method:
     """Factory of a patch: compares all ranks when Megatron made its groups, or at `enable` where they exist."""
     check = session.adapter(ConsistencyCheck)
-    session.add_start(check.start)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
