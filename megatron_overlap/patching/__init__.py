@@ -8,10 +8,6 @@ class PatchError(ValueError):
     """A patch cannot be planned, applied or reverted; the message names the target and the remedy."""
 
 
-class ManifestError(PatchError):
-    """A file under `patches/` is wrong; the message is one line `FILE: key: value: remedy`."""
-
-
 class PatchRefusedError(PatchError):
     """At least one patch is refused and the caller requires all of them."""
 

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megatron_overlap.config.errors import usage_error
-from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.manifest import Verdict, judge_source, load_manifests
 from megatron_overlap.patching.source import PACKAGE, DirectoryTree, Target, installed_tree, megatron_release
 
@@ -28,11 +27,7 @@ def patches(
 
     The command reads source files and does not import Megatron. Exit code 1: a patch is refused.
     """
-    try:
-        manifests = sorted(load_manifests(), key=lambda manifest: manifest.feature)
-    except ManifestError as error:
-        print(error, file=sys.stderr)
-        return 2
+    manifests = sorted(load_manifests(), key=lambda manifest: manifest.feature)
     if megatron is None:
         tree, shown = installed_tree(), "the installed one"
         remedy = "no megatron-core is installed; pip install megatron-core, or name one with --megatron"

@@ -12,9 +12,9 @@ from typing import Annotated, Any, NamedTuple, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from megatron_overlap.config.errors import ConfigError
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.config.section import Section
-from megatron_overlap.patching import ManifestError
 from megatron_overlap.patching.source import Definition, SourceTree, Target, definitions, megatron_release
 
 _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -102,8 +102,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
     """Reads the manifests of one file, without its `permits`.
 
     A file holds the keys of one `Manifest`, or `targets`: a mapping of targets to the keys that differ between them,
-    beside the keys that they share. Raises ManifestError if the file is unreadable, not YAML, or does not describe a
-    patch.
+    beside the keys that they share. Raises ConfigError if the file is not readable YAML or describes no patch.
     """
     content = _mapping(path)
     content.pop("permits", None)
@@ -112,7 +111,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
     targets = content.pop("targets")
     if not isinstance(targets, dict) or not all(isinstance(keys, dict) for keys in targets.values()):
         remedy = "write a mapping of targets to mappings of keys"
-        raise ManifestError(f"{path}: targets: {type(targets).__name__}: {remedy}")
+        raise ConfigError(str(path), "targets", type(targets).__name__, remedy)
     return [
         _validated(path, f"targets.{target}.", {**content, "target": target, **keys}, Manifest)
         for target, keys in targets.items()
@@ -120,7 +119,7 @@ def load_manifest_file(path: Path) -> list[Manifest]:
 
 
 def load_permits() -> list[Permit]:
-    """One entry per file under `patches/cpu/`. Raises ManifestError if a file is wrong or has no `permits`."""
+    """One entry per file under `patches/cpu/`. Raises ConfigError if a file is wrong or has no `permits`."""
     permits = []
     for file in sorted((resource_folder("patches") / "cpu").glob("*.yaml")):
         keys = _mapping(file).get("permits")
@@ -134,17 +133,17 @@ def load_permits() -> list[Permit]:
 def load_manifests(folder: Path | None = None) -> tuple[Manifest, ...]:
     """Reads every `*.yaml` of a folder and its subfolders, sorted by path; None: this package's own manifests.
 
-    Raises ManifestError if a file is wrong, the folder has no file, or two manifests have the same target.
+    Raises ConfigError if a file is wrong, the folder has no file, or two manifests have the same target.
     """
     folder = folder or resource_folder("patches")
     files = sorted(folder.rglob("*.yaml"))
     if not files:
-        raise ManifestError(f"{folder}: no *.yaml here: reinstall megatron-overlap")
+        raise ConfigError(str(folder), "*.yaml", None, "no such file; reinstall megatron-overlap")
     manifests: dict[str, Manifest] = {}
     for file in files:
         for manifest in load_manifest_file(file):
             if manifest.target in manifests:
-                raise ManifestError(f"{file}: target: {manifest.target}: another file has it; merge the two")
+                raise ConfigError(str(file), "target", manifest.target, "another file has it; merge the two")
             manifests[manifest.target] = manifest
     return tuple(manifests.values())
 
@@ -153,9 +152,9 @@ def _mapping(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ManifestError(f"{path}: {' '.join(str(error).split())}: write a readable YAML file") from error
+        raise ConfigError(str(path), "(file)", error, "write a readable YAML file") from error
     if not isinstance(content, dict):
-        raise ManifestError(f"{path}: {type(content).__name__}: write a mapping with target, why, ...")
+        raise ConfigError(str(path), "(file)", type(content).__name__, "write a mapping with target, why, ...")
     return content
 
 
@@ -164,9 +163,8 @@ def _validated[Kind: BaseModel](path: Path, prefix: str, content: dict[str, Any]
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        key = prefix + ".".join(map(str, first["loc"])) or "the whole file"
-        value = "" if isinstance(first["input"], dict) else f" {first['input']!r}:"
-        raise ManifestError(f"{path}: {key}:{value} {first['msg']}") from error
+        key = prefix + ".".join(map(str, first["loc"])) or "(file)"
+        raise ConfigError(str(path), key, repr(first["input"]), first["msg"]) from error
 
 
 class Verdict(StrEnum):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_overlap.patching import ManifestError
+from megatron_overlap.config import ConfigError
 from megatron_overlap.patching.manifest import (
     Judgement,
     Verdict,
@@ -58,7 +58,7 @@ def test_valid_manifest_loads(tmp_path: Path) -> None:
 def test_error_of_a_wrong_key_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({**GOOD, **change}))
-    with pytest.raises(ManifestError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_manifest_file(file)
     assert str(caught.value).startswith(f"{file}: ")
     assert message in str(caught.value)
@@ -69,7 +69,7 @@ def test_error_of_a_wrong_key_is_one_line(tmp_path: Path, change: dict[str, Any]
 def test_error_of_a_file_without_mapping_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
-    with pytest.raises(ManifestError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_manifest_file(file)
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
@@ -79,17 +79,17 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
     made = tmp_path / "made"
     file = tmp_path / "code.yaml"
     file.write_text(f"why: !!python/object/apply:os.mkdir ['{made}']\n")
-    with pytest.raises(ManifestError, match="could not determine a constructor"):
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
         load_manifest_file(file)
     assert not made.exists()
 
 
 def test_folder_without_manifests_and_two_of_one_target(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="reinstall"):
+    with pytest.raises(ConfigError, match="reinstall"):
         load_manifests(tmp_path)
     for name in ("one", "two"):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(GOOD))
-    with pytest.raises(ManifestError, match=r"two\.yaml: target: a\.b:C\.d: another file has it"):
+    with pytest.raises(ConfigError, match=r"two\.yaml: target: a\.b:C\.d: another file has it"):
         load_manifests(tmp_path)
 
 
@@ -138,7 +138,7 @@ def test_one_file_may_have_several_targets(tmp_path: Path) -> None:
 def test_error_of_wrong_targets_is_one_line(tmp_path: Path, targets: Any, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({**GOOD, "targets": targets}))
-    with pytest.raises(ManifestError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_manifest_file(file)
     assert str(caught.value).startswith(f"{file}: {message}")
     assert "\n" not in str(caught.value)
