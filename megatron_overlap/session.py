@@ -118,25 +118,23 @@ class Session(AbstractContextManager["Session"]):
         """Registers a clean-up for `disable`; the last one registered runs first."""
         self._closers.append(close)
 
-    def apply_patches(self, features: Collection[str], *, required: bool = False) -> Plan:
-        """Applies the patches of further features; returns the plan. A feature of an earlier call is skipped.
+    def apply_patches(self, features: Collection[str], *, required: bool = False) -> None:
+        """Applies the patches of further features. A feature of an earlier call is skipped.
 
         Raises PatchRefusedError if a patch is refused, and the patches are required or the config is strict; nothing is
         changed.
         """
         known = {finding.manifest.feature for finding in self._plan.findings}
-        plan = self._apply(self._engine.plan(set(features) - known), required=required)
+        self._apply(self._engine.plan(set(features) - known), required=required)
         if self.active:
             self.reason = self._explain()
-        return plan
 
-    def _apply(self, plan: Plan, *, required: bool = False) -> Plan:
+    def _apply(self, plan: Plan, *, required: bool = False) -> None:
         refused = [_sentence(finding) for finding in plan.refused]
         if refused and (required or self.config.strict):
             raise PatchRefusedError("; ".join(refused) + ("" if required else "; or set overlap.strict to false"))
         self._engine.apply(plan, self)
         self._plan = Plan(self._plan.findings + plan.findings)
-        return plan
 
     def next_step(self, number: int | None = None) -> None:
         """Begins the next training step, or step `number`.
