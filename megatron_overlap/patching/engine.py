@@ -54,20 +54,17 @@ class Engine:
             self._undo(before)
             raise
 
-    def revert(self) -> list[str]:
+    def revert(self) -> None:
         """Restores every original: the same object, in the same places, inherited where it was inherited.
 
-        Attributes to which other code has assigned a replacement get the original as well; they are returned. Raises
-        RevertRefusedError if another package replaced one of our replacements; nothing is changed then.
+        Attributes to which other code has assigned a replacement get the original as well. Raises RevertRefusedError if
+        another package replaced one of our replacements; nothing is changed then.
         """
         self._refuse_foreign()
         undone = [(finding, ours) for finding, ours in self._undo(0) if finding.manifest.unchecked is None]
-        late = []
         for (finding, _), bindings in zip(undone, bindings_of(*(ours for _, ours in undone)), strict=True):
             for binding in bindings:
                 setattr(binding.holder, binding.name, finding.original)
-                late.append(str(binding))
-        return late
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

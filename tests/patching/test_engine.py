@@ -38,7 +38,7 @@ def test_replaces_and_restores_a_method(packages: Packages, snapshot: Snapshot) 
     assert base().plain(3, 4, key=5) == ("ours", ("vendor", 3, (4,), {"key": 5}))
     assert packages.vendor.Derived().plain(1)[0] == "ours"
     assert engine.applied == [f"{packages.vendor.__name__}:Base.plain"]
-    assert engine.revert() == []
+    engine.revert()
     assert same()
     assert engine.applied == []
 
@@ -161,7 +161,7 @@ def test_revert_restores_replacements_that_were_imported_by_value(packages: Pack
     original = packages.vendor.scale
     engine = applied(packages.manifest("scale"))
     late = packages.write("late_comer", f"from {packages.vendor.__name__} import scale")
-    assert engine.revert() == ["late_comer:scale"]
+    engine.revert()
     assert late.scale is original
 
 
@@ -361,7 +361,7 @@ def test_an_unchecked_patch_replaces_one_attribute_of_any_kind(packages: Package
     assert packages.vendor.scale is packages.factories.outer
     assert user.scale(2) == 4, "a holder by value keeps the original"
     assert packages.vendor.Derived().inherited(1) == ("ours", 2)
-    assert engine.revert() == []
+    engine.revert()
     assert packages.factories.outer.__name__ == "outer", "the substitute's own module keeps it"
     assert all(check() for check in same)
 
