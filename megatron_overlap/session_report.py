@@ -1,4 +1,4 @@
-"""The report of a session on one rank: as JSON, as a rich table, as plain text."""
+"""The report of a session on one rank: as JSON and as plain text."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -90,8 +90,8 @@ class Report:
             },
         }
 
-    def table(self) -> RenderableType:
-        """The report for a rich console."""
+    def render(self, width: int = 120) -> str:
+        """The report as plain text. Tables have at most `width` characters; other lines are not wrapped."""
         parts: list[RenderableType] = [self._headline()]
         if self.patches:
             parts.append(self._patch_table())
@@ -111,13 +111,9 @@ class Report:
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
         if self.active:
             parts += [f"not overlapped: overlap.{feature}: no call on this rank" for feature in self._unused()]
-        return Group(*parts)
-
-    def render(self, width: int = 120) -> str:
-        """The report as plain text. Tables have at most `width` characters; other lines are not wrapped."""
         console = Console(width=width, color_system=None, force_terminal=False)
         with console.capture() as capture:
-            console.print(self.table(), soft_wrap=True)
+            console.print(Group(*parts), soft_wrap=True)
         return capture.get().rstrip()
 
     def _unused(self) -> list[str]:
