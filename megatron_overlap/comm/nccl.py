@@ -58,7 +58,6 @@ class NcclTransport:
         self.buffer_pool = BufferPool(within=within)
         # Messages are short and peers wait for them: the device schedules them first.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._free_events: list[torch.cuda.Event] = []
 
     @property
     def collectives(self) -> NcclTransport:
@@ -78,16 +77,7 @@ class NcclTransport:
         timing = self._timing
         return None if timing is None else timing.operation(self.ranks, self._channel, self._num_p2p_works, op)
 
-    def event(self) -> torch.cuda.Event:
-        """Return an unused event; `recycle` returns it to the pool."""
-        return self._free_events.pop() if self._free_events else torch.cuda.Event()
-
-    def recycle(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Return events to the pool; all waits for them are enqueued."""
-        self._free_events += events
-
     def close(self) -> None:
-        self._free_events.clear()
         self.buffer_pool.clear()
         backend = self._group._get_backend(self._device)
         if self._pool is not None:
@@ -124,7 +114,7 @@ class NcclP2PWork:
         self._enqueue_placed(work_done, self._work_done)
         left = self._transfers[len(self._works) :]
         if self._work_done < 0 or any(self._work_done < each.message.after_work <= work_done for each in left):
-            position = self._transport.event()
+            position = torch.cuda.Event()
             position.record()
             self._positions.append((work_done, position))
         self._work_done = max(self._work_done, work_done)
@@ -150,7 +140,6 @@ class NcclP2PWork:
         while self._followed < after_work:
             self._followed, position = self._positions.pop(0)
             transport._stream.wait_event(position)
-            transport.recycle([position])
         with torch.cuda.stream(transport._stream):
             self._enqueue(transfers, len(self._works))
 
@@ -211,7 +200,6 @@ class NcclP2PWork:
     def wait_all(self) -> None:
         if self._transfers:
             self.wait(len(self._transfers) - 1)
-        self._transport.recycle([position for _, position in self._positions])
         if self._timing is not None:
             self._timing.add(Kind.OP, self._timing.began)
 
@@ -230,10 +218,7 @@ class NcclCollective:
             if timing is None:
                 self._work = start()
                 return
-            position = transport.event()
-            position.record()
-            transport._stream.wait_event(position)
-            transport.recycle([position])
+            transport._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(transport._stream):
                 began = timing.owner.mark()
                 self._work = start()
@@ -277,7 +262,6 @@ class CudaEvents:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._free: list[torch.cuda.Event] = []
         self.intervals: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[int, int], None]]] = []
         trace.settle.append(self._settle)
 
@@ -287,7 +271,7 @@ class CudaEvents:
 
     def mark(self) -> torch.cuda.Event:
         """Record and return an event on the current stream."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -301,9 +285,7 @@ class CudaEvents:
         for start, stop, record in self.intervals:
             start_ns, stop_ns = (now - round(event.elapsed_time(reference) * 1e6) for event in (start, stop))
             record(start_ns, stop_ns)
-            self._free += [start, stop]
         self.intervals.clear()
-        self._free.append(reference)
 
 
 @dataclass(frozen=True, slots=True)
