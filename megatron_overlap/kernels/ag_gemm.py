@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_overlap.kernels import primitives
-from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, check_gemm, launch_gemm
+from megatron_overlap.kernels.launch import GemmConfig, RowTiles, Waits, launch_gemm
 
 
 @triton.jit(do_not_specialize=["epoch", "num_first_tiles", "num_row_tiles"])
@@ -74,9 +74,10 @@ def ag_gemm(
             the flags. Enqueue copies and flag writes before this call.
 
     Raises:
-        ValueError: shapes, dtypes or strides do not fit.
+        ValueError: the bias is not contiguous.
     """
-    check_gemm(gathered, b, out, bias, tiles, config)
+    if bias is not None and not bias.is_contiguous():
+        raise ValueError(f"bias: strides {bias.stride()}: must be contiguous for fused kernels")
     kernel: Any = ag_gemm_kernel
     if config.hopper:
         from megatron_overlap.kernels.hopper_gemm import ag_gemm_sm90_kernel as kernel

@@ -1,4 +1,4 @@
-"""Host-side arguments of the kernels: tile shapes and the rule that selects one, tile tables, flags, operand checks.
+"""Host-side arguments of the kernels: tile shapes and the rule that selects one, tile tables, flags.
 
 Aligned operands use wide tiles: their columns and depth are multiples of 16, so every row starts at a multiple of 16
 bytes. The last tile may be partial. Other operands load two bytes at a time under masks and use smaller tiles, so
@@ -104,22 +104,18 @@ class RowTiles:
     Attributes:
         table: int32 `[count, 8]`, the fields of `RowTile`.
         first: length of the leading run of tiles that are all own or all remote.
-        rows, block: largest `stop` of any tile, and rows of the largest tile.
     """
 
     table: torch.Tensor
     count: int
     first: int
-    rows: int
-    block: int
 
     @classmethod
     def of(cls, tiles: Sequence[RowTile], device: torch.device | str) -> Self:
         """Copy `tiles` to `device`. Call it once per shape."""
         table = torch.tensor(tiles, dtype=torch.int32).reshape(len(tiles), len(RowTile._fields)).to(device)
         first = sum(1 for _ in takewhile(lambda tile: tile.remote == tiles[0].remote, tiles))
-        rows = max((tile.stop for tile in tiles), default=0)
-        return cls(table, len(tiles), first, rows, max((tile.stop - tile.start for tile in tiles), default=0))
+        return cls(table, len(tiles), first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,35 +140,6 @@ def interpreted() -> bool:
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET") == "1"  # before Triton 3.4
-
-
-def check_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    tiles: RowTiles,
-    config: GemmConfig,
-) -> None:
-    """Check that a kernel neither reads nor writes past the end of its operands.
-
-    Raises:
-        ValueError: shapes, dtypes or strides do not fit, or `tma_unsupported_reason` returns a reason.
-    """
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
-        raise ValueError(f"b: {b.dtype} {tuple(b.shape)} does not fit a of {a.dtype} {tuple(a.shape)}")
-    if tiles.rows > a.shape[0]:
-        raise ValueError(f"tiles: reach row {tiles.rows}, a has {a.shape[0]} rows")
-    if tiles.block > config.block_m:
-        raise ValueError(f"tiles: {tiles.block} rows, more than block_m {config.block_m}; cut them by block_m")
-    if bias is not None and (bias.shape != b.shape[1:] or not bias.is_contiguous()):
-        raise ValueError(f"bias: shape {tuple(bias.shape)}: must be ({b.shape[1]},), contiguous")
-    if out is not None and (out.shape != (a.shape[0], b.shape[1]) or out.stride(1) != 1 or out.dtype != a.dtype):
-        raise ValueError(
-            f"out: {out.dtype} {tuple(out.shape)}: must be {a.dtype} ({a.shape[0]}, {b.shape[1]}), rows contiguous"
-        )
-    if config.hopper and (reason := tma_unsupported_reason(a, b, out)):
-        raise ValueError(reason)
 
 
 def tma_unsupported_reason(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_overlap.kernels import gluon_version, launch
 from megatron_overlap.kernels import hopper_self_test as self_test
-from megatron_overlap.kernels.launch import HOPPER, HOPPER_SMALL
+from megatron_overlap.kernels.launch import HOPPER
 from tests.helpers.forked_python import ForkedPython
 from tests.helpers.world import World
 from tests.kernels import workers
@@ -149,9 +149,6 @@ def test_operands(a: torch.Tensor, b: torch.Tensor, text: str) -> None:
     found = launch.tma_unsupported_reason(a, b)
     assert text in found
     assert bool(found) == bool(text)
-    if found:
-        with pytest.raises(ValueError, match=text.split(":")[0]):
-            launch.check_gemm(a, b, None, None, launch.RowTiles.of([], "cpu"), HOPPER_SMALL)
 
 
 def test_output_must_be_aligned() -> None:
