@@ -39,25 +39,18 @@ def wait_all(flags: torch.Tensor, epoch: int, status: torch.Tensor, max_polls: i
 
 
 @triton.jit
-def place(index, num_rows, num_columns, GROUP: tl.constexpr):
-    """Return the row and column of tile `index`: GROUP rows per column, then the next column, to reuse the L2 cache."""
-    in_group = GROUP * num_columns
-    first = index // in_group * GROUP
-    height = tl.minimum(num_rows - first, GROUP)
-    return first + index % in_group % height, index % in_group // height
-
-
-@triton.jit
 def place_by_owner(index, num_first, num_rows, num_columns, GROUP: tl.constexpr):
-    """Like `place`, with all tiles of the first `num_first` rows before any other tile: no group crosses this bound.
+    """Return the row and column of tile `index`: GROUP rows per column, then the next column, to reuse the L2 cache.
 
-    A group that mixes own and remote rows would make blocks wait while own rows are not yet computed.
+    No group crosses the bound behind the first `num_first` rows: blocks would wait while own rows are not yet computed.
     """
     rest = index >= num_first * num_columns
     start = tl.where(rest, num_first, 0)
-    height = tl.where(rest, num_rows - num_first, num_first)
-    row, column = place(index - start * num_columns, height, num_columns, GROUP)
-    return start + row, column
+    in_part = index - start * num_columns
+    in_group = GROUP * num_columns
+    first = in_part // in_group * GROUP
+    height = tl.minimum(tl.where(rest, num_rows - num_first, num_first) - first, GROUP)
+    return start + first + in_part % in_group % height, in_part % in_group // height
 
 
 @triton.jit
