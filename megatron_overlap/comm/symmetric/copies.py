@@ -26,6 +26,7 @@ message and the peer when no queue has moved for the deadline.
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import torch
@@ -112,19 +113,15 @@ class CopyTransport:
         return work
 
     def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> CopyMessages:
-        messages = CopyMessages(op, marks=[0])
-        repeats = isinstance(transfers, Exchange)
+        messages, repeats = CopyMessages(op), isinstance(transfers, Exchange)
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-        free = list[FlagStep]()
         awaited = list[tuple[CopyMessage, list[FlagStep]]]()
         for index, transfer in enumerate(transfers):
-            plan = transfer.message
+            # The queues of a host need no order of calls.
+            plan = transfer.message if self.on_device else replace(transfer.message, not_before=0)
             sends = transfer.send.numel() > 0
-            message = CopyMessage(plan, plan.after_work, plan.not_before if self.on_device else 0)
+            message = CopyMessage(plan)
             messages.all.append(message)
-            messages.plans.append(plan)
-            messages.marks.append(plan.after_work)
-            messages.forwards = messages.forwards or bool(plan.after_messages)
             if not sends and not transfer.recv.numel():
                 continue
             buffer = self._buffer_of(transfer, index, op)
@@ -154,23 +151,20 @@ class CopyTransport:
                 if transfer.reads is not None:
                     assert own is not None, "rows that this rank copies itself are rows of the call"
                     message.own_rows = _rows_of(own, transfer.recv)
-                    messages.reads.add(index)
                     message.reads = _at(buffer.data[plan.source], transfer.reads)
                     message.arrived = [arrives]
                 else:
                     message.flag = arrives
                 if transfer.reads is None and not num_received[source]:
-                    free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
+                    messages.buffers_are_free.append(FlagStep(words[plan.source], buffer.free(self.rank), sets=True))
                 num_received[source] += 1
         if max((*num_sent.values(), *num_received.values()), default=0) > MAX_FLAGS:
             raise TransportError(f"{op}: more than {MAX_FLAGS} messages between two ranks; use fewer chunks")
-        if all(message.after_work for message, _ in awaited):
+        if all(message.plan.after_work for message, _ in awaited):
             # The work before the first message hides the waits: one call of the driver.
             awaited = awaited[:1] and [(awaited[0][0], [step for _, steps in awaited for step in steps])]
         for message, steps in awaited:
             message.free = steps
-        messages.buffers_are_free = free
-        messages.marks = sorted(set(messages.marks))
         if own is not None:
             messages.own_rows = {message.own_rows for message in messages.all if message.own_rows is not None}
             bounds = {0, own.shape[0], *chain.from_iterable(messages.own_rows)}

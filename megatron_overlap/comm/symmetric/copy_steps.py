@@ -21,7 +21,6 @@ class CopyMessage:
     """A message and its steps on flags.
 
     Attributes:
-        not_before: as of `plan` on a device; 0 on a host, where the queues need no order of calls.
         own_rows: start and stop of the rows of a call that go to `lands` of the receiver, or come from `reads`.
         copies: tensors of the receiver and what they get, of a message without own rows.
         free: waits until the buffer of the receiver is free, or those of all receivers; empty if an earlier message of
@@ -33,8 +32,6 @@ class CopyMessage:
     """
 
     plan: Message
-    after_work: int
-    not_before: int
     own_rows: tuple[int, int] | None = None
     lands: torch.Tensor | None = None
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
@@ -53,10 +50,6 @@ class CopyMessages:
         buffers_are_free: sets the flags of the senders.
         own_rows: start and stop of the own rows of each message.
         runs_of_own: consecutive runs of all own rows of a call: those of the messages, unless messages share rows.
-        marks: values of `Message.after_work`, ascending, from 0.
-        forwards: whether a message sends what an earlier one receives.
-        reads: the messages whose bytes this rank copies itself.
-        plans: of the messages.
     """
 
     op: str
@@ -64,10 +57,6 @@ class CopyMessages:
     buffers_are_free: list[FlagStep] = field(default_factory=list)
     own_rows: set[tuple[int, int]] = field(default_factory=set)
     runs_of_own: list[tuple[int, int]] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    forwards: bool = False
-    reads: set[int] = field(default_factory=set)
-    plans: list[Message] = field(default_factory=list)
 
     def rows_of(
         self, own: torch.Tensor, cut: dict[tuple[int, int], torch.Tensor]
@@ -117,6 +106,10 @@ class State:
 
     def __init__(self, messages: CopyMessages, *, captured: bool, copies_own: bool, repeats: bool = True) -> None:
         self.messages, self._captured, self._copies_own, self._repeats = messages, captured, copies_own, repeats
+        self._plans = [each.plan for each in messages.all]
+        # Values of `Message.after_work`, ascending, from 0.
+        self._ends_of_work = sorted({0, *(plan.after_work for plan in self._plans)})
+        self._forwards = any(plan.after_messages for plan in self._plans)
         self.then: dict[Call, tuple[list[Step], State]] = {}
         """The calls made in this state: their steps, and the state after them."""
         # Until the call is planned, a step `RUN` has its queue and its flags: consecutive ones become one call of the
@@ -177,7 +170,8 @@ class State:
         messages, receiving = self.messages, queues.receiving
         self._work_done = 0
         begun = self._marks[0] = self._mark(queues.computing)
-        if messages.buffers_are_free or messages.reads or self._copies_own:
+        reads = any(each.reads is not None for each in messages.all)
+        if messages.buffers_are_free or reads or self._copies_own:
             # Beside the computation: on a device a flag may be a copy.
             self._after(receiving, begun)
         if messages.buffers_are_free:
@@ -194,16 +188,17 @@ class State:
         if work_done <= self._work_done:
             return
         # With one hardware queue, a mark that no message needs would delay later work until its queue reaches it.
-        marks = self.messages.marks
-        first, stop = bisect_right(marks, self._work_done), bisect_right(marks, work_done)
+        ends = self._ends_of_work
+        first, stop = bisect_right(ends, self._work_done), bisect_right(ends, work_done)
         if first < stop:
-            self._marks.update(dict.fromkeys(marks[first:stop], self._mark(queues.computing)))
+            self._marks.update(dict.fromkeys(ends[first:stop], self._mark(queues.computing)))
         self._work_done = work_done
         self._send_placed(work_done, work_done, queues)
 
     def _send_placed(self, enqueued: int, done: int, queues: Queues) -> None:
         while call := self._next_call():
-            if any(each.after_work > done or each.not_before > enqueued for each in call) or not self._may_send():
+            plans = [each.plan for each in call]
+            if any(plan.after_work > done or plan.not_before > enqueued for plan in plans) or not self._may_send():
                 return
             self._send_next(queues)
 
@@ -214,12 +209,12 @@ class State:
 
     def _next_call(self) -> list[CopyMessage]:
         """The messages of the next call."""
-        messages, first = self.messages, self._num_sent
-        return messages.all[first : end_of_call(messages.plans, first)]
+        first = self._num_sent
+        return self.messages.all[first : end_of_call(self._plans, first)]
 
     def _may_send(self) -> bool:
         return all(
-            each.after_work <= self._work_done and all(self._received[other] for other in each.plan.after_messages)
+            each.plan.after_work <= self._work_done and all(self._received[other] for other in each.plan.after_messages)
             for each in self._next_call()
         )
 
@@ -233,7 +228,7 @@ class State:
                 self._run(sending, free)
             # After the work that produces them.
             forwards = any(each.plan.after_messages for each in sends)
-            position = self._mark(computing) if forwards else self._marks[max(each.after_work for each in sends)]
+            position = self._mark(computing) if forwards else self._marks[max(each.plan.after_work for each in sends)]
             if position != self._sends_after:
                 self._after(sending, position)
                 self._sends_after = position
@@ -253,7 +248,7 @@ class State:
             self._sent = self._mark(sending)
 
     def _wait(self, messages: tuple[int, ...], queues: Queues) -> None:
-        if not self.messages.forwards:
+        if not self._forwards:
             self._wait_together(messages, queues)
             return
         for message in messages:
@@ -275,7 +270,7 @@ class State:
             if self._captured:
                 self._after(queues.computing, self._mark(queues.sending))
             self._run(queues.computing, flags)
-        if not self.messages.reads.isdisjoint(waiting):
+        if any(all_messages[each].reads is not None for each in waiting):
             self._after(queues.computing, self._mark(queues.receiving))
         if last == len(all_messages) - 1 and self._num_sent == len(all_messages):
             # Not in `wait_all`: with one hardware queue it would delay other messages behind the work since then.
