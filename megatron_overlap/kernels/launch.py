@@ -5,7 +5,6 @@ bytes. The last tile may be partial. Other operands load two bytes at a time und
 that no register spills. Importing this module does not need Gluon.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -135,13 +134,6 @@ class Waits:
     max_polls: int = MAX_POLLS
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter. Triton selects it at import."""
-    if hasattr(triton, "knobs"):
-        return bool(triton.knobs.runtime.interpret)
-    return os.environ.get("TRITON_INTERPRET") == "1"  # before Triton 3.4
-
-
 def tma_unsupported_reason(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> str:
     """Return why the Hopper kernels cannot compute `a @ b` of matching shapes, or an empty string."""
     if a.dtype not in (torch.bfloat16, torch.float16):
@@ -191,8 +183,8 @@ def launch_gemm(
         launch(*descriptors, *arguments, NT=transposed, **config.constants(), **constants)
         return
     even = {"EVEN_N": b.shape[1] % config.block_n == 0, "EVEN_K": b.shape[0] % config.block_k == 0}
-    strides = *a.stride(), *b.stride()
-    launch(a, b, *arguments, *strides, WIDEN=interpreted(), **even, **config.constants(), **constants)
+    strides, interpreted = (*a.stride(), *b.stride()), not isinstance(kernel, triton.JITFunction)
+    launch(a, b, *arguments, *strides, WIDEN=interpreted, **even, **config.constants(), **constants)
 
 
 def blocks_of(config: GemmConfig, form: str) -> tuple[tuple[int, int], tuple[int, int]]:
