@@ -56,12 +56,6 @@ def test_an_arena_is_twice_the_largest_gathered_activation() -> None:
     assert gathered_bytes(10, 4, 3, 2) == 4 * 3 * 3 * 2
 
 
-@pytest.mark.parametrize(("num_ranks", "slot_bytes", "name"), [(0, 1, "num_ranks"), (2, 0, "slot_bytes")])
-def test_counts_below_one_are_refused(num_ranks: int, slot_bytes: int, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: 0: must be at least 1"):
-        ArenaLayout(num_ranks, slot_bytes)
-
-
 def first_reason(group: dist.ProcessGroup, reasons: list[str]) -> str:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return first_unsupported_reason(store_beside(group), rank, size, "test", reasons[rank], 30)

@@ -30,7 +30,6 @@ from megatron_overlap.comm.buffers import BufferPool
 from megatron_overlap.comm.symmetric.backend import SymmetricBackend, aligned
 from megatron_overlap.comm.transport import TransportError
 from megatron_overlap.schedules import Chunk, ChunkLayout
-from megatron_overlap.schedules.plan import check_positive
 
 WaitAll = Callable[..., None]
 """`wait_all(flags, epoch, status, max_polls)`: block the current stream until all `flags` have reached `epoch`."""
@@ -54,17 +53,10 @@ def gathered_bytes(num_rows: int, num_ranks: int, features: int, itemsize: int) 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Offsets in bytes into an arena for operations of at most `slot_bytes`.
-
-    Raises:
-        ValueError: a count is below one.
-    """
+    """Offsets in bytes into an arena for operations of at most `slot_bytes`."""
 
     num_ranks: int
     slot_bytes: int
-
-    def __post_init__(self) -> None:
-        check_positive(num_ranks=self.num_ranks, slot_bytes=self.slot_bytes)
 
     @property
     def num_flags(self) -> int:
