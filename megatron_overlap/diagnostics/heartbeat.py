@@ -49,12 +49,12 @@ class Heartbeat:
     def publish_failure(self, text: str) -> None:
         """Publish the final status message of this rank. Blocks for at most twice the store timeout."""
         self._failure = text
-        _within(self._publish, 2 * _STORE_S)
+        within(self._publish, 2 * _STORE_S)
 
     def state_of(self, peer: int) -> str:
         """Return in words whether `peer` is alive and what it does. Blocks for at most a few periods."""
         timeout_s = 3 * self.period_s + _STORE_S
-        return _within(lambda: self._observe(peer), timeout_s) or "state unknown: the job's store does not respond"
+        return within(lambda: self._observe(peer), timeout_s) or "state unknown: the job's store does not respond"
 
     def _observe(self, peer: int) -> str:
         first = self._read(peer)
@@ -122,8 +122,8 @@ class Watchdog:
         self._thread.join(timeout=_STORE_S)
 
 
-def _within[T](question: Callable[[], T], seconds: float) -> T | None:
-    """Return the result of `question`; None after an error or after the deadline: the store may hang."""
+def within[T](question: Callable[[], T], seconds: float) -> T | None:
+    """Return the result of `question`; None after an error of a store or after the deadline: it may hang."""
     answer: list[T] = []
 
     def ask() -> None:

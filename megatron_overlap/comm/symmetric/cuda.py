@@ -6,13 +6,11 @@ It requires torch only: no NVSHMEM and no MPI. Processes that share one GPU have
 import ctypes
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from megatron_overlap.comm.symmetric.nodes import CopyNodesTransport
 from megatron_overlap.comm.symmetric.stream_queue import StreamQueue, check_status
 from megatron_overlap.comm.transport import DEFAULT_OPTIONS, Transport, TransportError, TransportOptions
 from megatron_overlap.diagnostics.consistency import first_unsupported_reason, read
+from megatron_overlap.diagnostics.heartbeat import within
 from megatron_overlap.schedules.gather_scatter import Nodes
 
 _OLDEST_CAPABILITY = (8, 0)
@@ -41,10 +40,6 @@ def local_unsupported_reason() -> str:
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
-    try:
-        from torch.distributed import _symmetric_memory  # noqa: F401
-    except ImportError:
-        return f"torch {torch.__version__} has no SymmetricMemory"
     return triton_unsupported_reason()
 
 
@@ -54,8 +49,6 @@ def triton_unsupported_reason() -> str:
 
     The first launch needs a C compiler, the headers of Python and a cache that Triton can write.
     """
-    if find_spec("triton") is None:
-        return "triton is not installed"
     try:
         from triton.runtime import driver
 
@@ -97,18 +90,15 @@ def open_backend(
 
 def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
     """Return the result of `attempt`, its exception as text, or a message if it exceeds the deadline."""
-    results: list[str] = []
 
-    def run() -> None:
+    def run() -> str:
         try:
-            results.append(attempt())
+            return attempt()
         except Exception as error:
-            results.append(f"{type(error).__name__}: {cause_of(error)}")
+            return f"{type(error).__name__}: {cause_of(error)}"
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    return results[0] if results else f"mapping the memory of peers did not finish within {deadline_s:g} s"
+    text = within(run, deadline_s)
+    return f"mapping the memory of peers did not finish within {deadline_s:g} s" if text is None else text
 
 
 def _trial(host_group: HostGroup, device: int, opened: "list[CudaBackend]") -> str:
