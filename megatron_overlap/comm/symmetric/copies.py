@@ -49,6 +49,7 @@ from megatron_overlap.comm.symmetric.heap import MAX_FLAGS, HeapPool, SymmetricB
 from megatron_overlap.comm.transport import (
     DEFAULT_OPTIONS,
     Exchange,
+    RepeatedTransfers,
     Transfer,
     TransportError,
     TransportOptions,
@@ -94,29 +95,28 @@ class CopyTransport:
         if self.broken is not None:
             raise self.broken
         self._num_begun += 1
-        repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
-        into, cut = (transfers.into, transfers.cut) if isinstance(transfers, Exchange) else (None, {})
-        captured = self.backend.is_capturing()
+        repeats = isinstance(transfers, Exchange)
+        exchange = transfers if isinstance(transfers, Exchange) else Exchange(RepeatedTransfers(transfers))
+        captured, copies_own = self.backend.is_capturing(), exchange.into is not None
         if captured:
             self._heap.captured = True
             # A replay runs no Python: without this the watchdog would take repeated replays for one that does not move.
             self.waits.count_replay(self.backend.computing)
-        key = op, captured, into is not None
-        state: State | None = None if repeated is None else repeated.prepared.get(key)
+        key = op, captured, copies_own
+        state: State | None = exchange.repeated.prepared.get(key)
         if state is None:
-            messages, repeats = self._prepared(transfers, own, op), repeated is not None
-            state = State(messages, captured=captured, copies_own=into is not None, repeats=repeats)
-            if repeated is not None:
-                repeated.prepared[key] = state
-        work = CopyP2PWork(self, state, own, into, cut)
+            messages = self._prepared(exchange, op, repeats=repeats)
+            state = State(messages, captured=captured, copies_own=copies_own, repeats=repeats)
+            exchange.repeated.prepared[key] = state
+        work = CopyP2PWork(self, state, exchange)
         work.mark_ready(0)
         return work
 
-    def _prepared(self, transfers: Sequence[Transfer], own: torch.Tensor | None, op: str) -> CopyMessages:
-        messages, repeats = CopyMessages(op), isinstance(transfers, Exchange)
+    def _prepared(self, exchange: Exchange, op: str, *, repeats: bool = True) -> CopyMessages:
+        messages, own = CopyMessages(op), exchange.own
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         awaited = list[tuple[CopyMessage, list[FlagStep]]]()
-        for index, transfer in enumerate(transfers):
+        for index, transfer in enumerate(exchange):
             # The queues of a host need no order of calls.
             plan = transfer.message if self.on_device else replace(transfer.message, not_before=0)
             sends = transfer.send.numel() > 0
@@ -226,17 +226,10 @@ def _rows_of(own: torch.Tensor, send: torch.Tensor) -> tuple[int, int] | None:
 class CopyP2PWork:
     """See `P2PWork`. Enqueues a send when it is ready and the work that hides it is enqueued; receives in `wait`."""
 
-    def __init__(
-        self,
-        transport: CopyTransport,
-        state: State,
-        own: torch.Tensor | None,
-        into: torch.Tensor | None,
-        cut: dict[tuple[int, int], torch.Tensor],
-    ) -> None:
+    def __init__(self, transport: CopyTransport, state: State, exchange: Exchange) -> None:
         self._transport, self._state = transport, state
-        self._own, self._into = own, into
-        self._own_rows = {} if own is None else state.messages.rows_of(own, cut)
+        self._own, self._into = exchange.own, exchange.into
+        self._own_rows = {} if exchange.own is None else state.messages.rows_of(exchange.own, exchange.cut)
         self._positions: list[object] = []
 
     def mark_ready(self, work_done: int) -> None:

@@ -108,19 +108,19 @@ class HostPeersTransport(CopyTransport):
         self.queues = self.queues._replace(sending=HostQueue(self.queues.sending, self))  # type: ignore[arg-type]
 
     def begin(self, transfers: Sequence[Transfer], op: str) -> CopyP2PWork:
-        repeated, own = (transfers.repeated, transfers.own) if isinstance(transfers, Exchange) else (None, None)
-        assert repeated is not None, "an operation without symmetric buffers"
-        state = repeated.prepared.get(op)
+        assert isinstance(transfers, Exchange), "an operation without symmetric buffers"
+        prepared = transfers.repeated.prepared
+        state = prepared.get(op)
         if state is None:
-            messages = self._prepared(transfers, own, op)
+            messages = self._prepared(transfers, op)
             # Flags at the peers stay set: the host clears none.
             messages.buffers_are_free = []
-            state = repeated.prepared[op] = HostPeersState(messages, self, *self._steps_of_peers(transfers))
+            state = prepared[op] = HostPeersState(messages, self, *self._steps_of_peers(transfers))
         self.backend.computing.mark()  # by torch, which gives a new thread a context
         start = time.perf_counter()
         self.backend.computing.run(state.freed)
         self.arrival_s += time.perf_counter() - start
-        work = CopyP2PWork(self, state, own, None, {})
+        work = CopyP2PWork(self, state, transfers)
         work.mark_ready(0)
         return work
 
