@@ -68,11 +68,7 @@ class HeapPool(BufferPool):
         if not (symmetric and capacity):
             return super()._allocate(name, capacity, dtype, device, symmetric=symmetric)
         self._buffers.pop((name, dtype), None)  # on a host the memory is freed with it
-        buffer = self._buffers[name, dtype] = self._map(name, dtype, capacity * dtype.itemsize)
-        return buffer.data[self._backend.rank].view(dtype)
-
-    def _map(self, name: str, dtype: torch.dtype, num_bytes: int) -> SymmetricBuffer:
-        backend = self._backend
+        backend, num_bytes = self._backend, capacity * dtype.itemsize
         if backend.is_capturing():
             raise TransportError(
                 f"symmetric buffer {name}: {num_bytes} bytes: a CUDA graph is being captured; run forward and backward "
@@ -84,10 +80,11 @@ class HeapPool(BufferPool):
             raise TransportError(f"symmetric buffer: the ranks differ: {'; '.join(texts)}; use ordinary buffers")
         begin = aligned(num_bytes)
         # An arena replaces the one of the same name.
-        name = f"{name} {dtype} {len(self._of_graphs)}"
-        arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), name)
-        words = [arena[begin:].view(torch.int32) for arena in arenas]
-        return SymmetricBuffer([arena[:num_bytes] for arena in arenas], words)
+        arena_name = f"{name} {dtype} {len(self._of_graphs)}"
+        arenas = backend.map(begin + 4 * backend.size * (MAX_FLAGS + 1), arena_name)
+        data, words = [arena[:num_bytes] for arena in arenas], [arena[begin:].view(torch.int32) for arena in arenas]
+        self._buffers[name, dtype] = SymmetricBuffer(data, words)
+        return data[backend.rank].view(dtype)
 
     def free_replaced(self) -> None:
         self._backend.free_replaced()
