@@ -18,7 +18,6 @@ from megatron_overlap.comm.symmetric.copies import CopyTransport
 from megatron_overlap.comm.transport import Transfer, TransportError, TransportOptions
 from megatron_overlap.ops import LinearPlan, all_gather_linear
 from megatron_overlap.schedules.plan import Chunk, Message
-from scripts.kernels import cpu_backend
 from scripts.kernels.cpu_backend import CpuBackend
 
 DEADLINE_S = 1.0
@@ -91,24 +90,6 @@ def gather_from_a_late_rank(group: dist.ProcessGroup, late: Late) -> tuple[str, 
     dist.barrier(group)
     transport.close()
     return printed.getvalue(), failure, right
-
-
-def gather_from_a_rank_that_sends_nothing(group: dist.ProcessGroup) -> tuple[str, int | None]:
-    """Return the error of the wait of rank 0 on the host, and the rank that it names."""
-    transport, found = _transport(group), ("", None)
-    x, weight = torch.zeros(4, 8), torch.eye(8)
-    with torch.no_grad():
-        all_gather_linear(x, weight, group=transport, plan=LinearPlan(pattern="direct"))
-        if transport.rank == 0:
-            cpu_backend._WAIT_S, waits_s = 0.3, cpu_backend._WAIT_S
-            try:
-                all_gather_linear(x.clone(), weight, group=transport, plan=LinearPlan(pattern="direct"))
-            except TransportError as error:
-                found = str(error), error.peer
-            cpu_backend._WAIT_S = waits_s
-    dist.barrier(group)
-    transport.close()
-    return found
 
 
 def threads_after_close(group: dist.ProcessGroup) -> list[str]:

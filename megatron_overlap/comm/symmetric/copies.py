@@ -261,13 +261,7 @@ class CopyP2PWork:
                     assert kind == COPY_OWN
                     do(self._into, self._own)
         except TransportError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: TransportError) -> TransportError:
-        """The error of a failed step. A queue of a host names the message that it waits for."""
-        transport = self._transport
-        ranks, waits = transport.backend.ranks, transport.waits
-        found = [] if transport.on_device else waits.of(waits.numbers()[Waits.RECEIVING :])
-        what = found[0].text(ranks) if found else "enqueue its messages"
-        text = f"{self._state.messages.op}: rank {ranks[transport.rank]} could not {what}: {error}"
-        return TransportError(text, peer=ranks[found[0].peer] if found else -1)
+            rank = self._transport.backend.ranks[self._transport.rank]
+            raise TransportError(
+                f"{self._state.messages.op}: rank {rank} could not enqueue its messages: {error}"
+            ) from error
