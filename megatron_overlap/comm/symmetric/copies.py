@@ -26,7 +26,6 @@ message and the peer when no queue has moved for the deadline.
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, pairwise
 
 import torch
@@ -117,9 +116,7 @@ class CopyTransport:
         num_sent, num_received = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         awaited = list[tuple[CopyMessage, list[FlagStep]]]()
         for index, transfer in enumerate(exchange):
-            # The queues of a host need no order of calls.
-            plan = transfer.message if self.on_device else replace(transfer.message, not_before=0)
-            sends = transfer.send.numel() > 0
+            plan, sends = transfer.message, transfer.send.numel() > 0
             message = CopyMessage(plan)
             messages.all.append(message)
             if not sends and not transfer.recv.numel():
