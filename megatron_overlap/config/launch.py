@@ -173,10 +173,6 @@ class HostsConfig(Section):
     ranks_per_host: Positive = 1
     gbps: Annotated[float, Field(ge=0.001, le=100)]
     """Rate of each link and direction, in 10^9 bits per second."""
-    latency_ms: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """One-way delay, in milliseconds; needs netem in the kernel."""
-    burst_kib: Annotated[int, Field(ge=18)] | None = None
-    """Token bucket of the rate limiter, in KiB; null: 0.5 ms of traffic, at least 64."""
     fallback: Literal["error", "loopback"] = "error"
     """loopback: no rate limits if the machine cannot create namespaces."""
 

@@ -59,8 +59,7 @@ class NodesLab(Netlab):
         up = [f"link set {INTERFACE} addrgenmode none", f"link set {INTERFACE} up"]
         _batch(self.wrap(host, [_tool("ip"), "-batch", "-"]), [*up, *routes])
         for side, end in ((None, port), (host, INTERFACE)):
-            qdiscs = [f"qdisc add dev {end} {line}" for line in self._link.qdiscs(delayed=False)]
-            _batch(self.wrap(side, [_tool("tc"), "-batch", "-"]), qdiscs)
+            _batch(self.wrap(side, [_tool("tc"), "-batch", "-"]), [f"qdisc add dev {end} {self._link.qdisc}"])
 
 
 def _tool(name: str) -> str:

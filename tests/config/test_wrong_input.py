@@ -107,13 +107,6 @@ WRONG_VALUES = [
         "use a whole number >= 1 and <= 250",
         "launch.hosts={hosts: 252, gbps: 1}",
     ),
-    override(
-        "small burst",
-        "launch.hosts.burst_kib",
-        "17",
-        "use a whole number >= 18 or null",
-        "launch.hosts={hosts: 2, gbps: 1, burst_kib: 17}",
-    ),
     override("rate", "launch.hosts.gbps", "0", "use a number >= 0.001", "launch.hosts={hosts: 2, gbps: 0}"),
     override("split", "data.split", "90,nine", "give up to three weights"),
     override("arguments", "megatron_args", "--foo", "use a list of texts"),

@@ -76,8 +76,6 @@ def _batch(tool: str, lines: list[str]) -> None:
     done = subprocess.run([path, "-batch", "-"], input="\n".join(lines), text=True, capture_output=True)
     if done.returncode != 0:
         message = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        if any("netem" in line for line in lines):
-            message += "; latency_ms needs a kernel with netem (module sch_netem)"
         raise OSError(f"{tool} failed: {message}")
 
 
@@ -122,13 +120,13 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
         peer = f"/proc/{os.getpid()}/fd/{hosts[-1]}"
         link = f"link add {port} mtu {mtu} type veth peer name {interface} mtu {mtu} netns {peer}"
         _batch("ip", [link, f"link set {port} master {bridge} up"])
-        _batch("tc", [f"qdisc add dev {port} {line}" for line in host["in_qdiscs"]])
+        _batch("tc", [f"qdisc add dev {port} {host['qdisc']}"])
         os.setns(hosts[-1], os.CLONE_NEWNET)
         tcp_refused = _set_tcp()
         # No IPv6: a process cannot bind to a link-local address before duplicate detection ends.
         up = ["link set lo up", f"link set {interface} addrgenmode none"]
         _batch("ip", [*up, f"addr add {host['address']} dev {interface}", f"link set {interface} up"])
-        _batch("tc", [f"qdisc add dev {interface} {line}" for line in host["out_qdiscs"]])
+        _batch("tc", [f"qdisc add dev {interface} {host['qdisc']}"])
     made = {"pid": os.getpid(), "switch": switch, "hosts": hosts}
     return {**made, "user_namespace": in_user_namespace, "tcp_refused": tcp_refused}
 

@@ -73,13 +73,11 @@ def plan(cfg: LaunchConfig, run_dir: Path, *, rendezvous: str | None = None) -> 
         return LaunchPlan(cfg, run_dir, (RankCommand(0, argv, gpu_env(cfg), "this node"),), None, link)
     lab, link = None, "loopback without a rate limit"
     if (hosts := cfg.launch.hosts) is not None:
-        burst_bytes = None if hosts.burst_kib is None else hosts.burst_kib * 1024
-        lab = Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host, hosts.latency_ms, burst_bytes)
-        delay = f", {hosts.latency_ms:g} ms each way" if hosts.latency_ms else ""
+        lab = Netlab(hosts.hosts, hosts.gbps, hosts.ranks_per_host)
         ranks = f"{hosts.ranks_per_host} rank{'s' if hosts.ranks_per_host > 1 else ''}"
         link = (
             f"{hosts.hosts} hosts on this machine (network namespaces), {ranks} each, "
-            f"{hosts.gbps:g} Gbit/s each way{delay}, bursts of {lab.links[0].burst // 1024} KiB"
+            f"{hosts.gbps:g} Gbit/s each way, bursts of {lab.links[0].burst_bytes // 1024} KiB"
         )
     commands = worker_commands([sys.executable, *program], cfg.world_size, lab=lab, threads=cfg.launch.threads_per_rank)
     return LaunchPlan(cfg, run_dir, tuple(commands), lab, link)
