@@ -1,17 +1,6 @@
 """Downscale a launch config so that a machine without a GPU runs it in about a minute.
 
-Of the machine it reads whether the data files and TransformerEngine exist. The rules, in order:
-
-1. Ranks: every parallel size above 1 becomes 2. If the product exceeds the limit, sizes become 1 in the order data,
-   pipeline, context, tensor; with expert parallelism pipeline before data. Context also becomes 1 if only fused
-   attention kernels support it.
-2. Model: one layer per pipeline stage and at least two layers. Query heads and key/value heads keep their ratio, have
-   32 columns and are as few as the tensor ranks allow. The MLP keeps its ratio to the hidden size.
-3. Training: 3 steps, sequences of 128 tokens, one sequence per micro-batch, at most 2 micro-batches per stage,
-   no checkpoints and no evaluation. If the data files do not exist, the data is mock data and the vocabulary 1000.
-4. Arguments that need a GPU are replaced or removed. All other Megatron arguments are unchanged.
-
-The list of changes names every difference from the config.
+`docs/launch.md` has the rules. Of the machine this module reads whether the data files and TransformerEngine exist.
 """
 
 import itertools
@@ -21,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_overlap.config import ConfigError, LaunchConfig
 from megatron_overlap.config.loading import missing_inputs
-from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, UNEVEN_STAGES, flags_in
+from megatron_overlap.config.megatron_args import EXPERT_PARALLEL, REHEARSAL_SWITCHES, UNEVEN_STAGES, flags_in, value_at
 from megatron_overlap.config.resources import TE_MISSING, transformer_engine_available
 
 ITERATIONS = 3
@@ -44,12 +33,11 @@ _LAYER_PATTERNS = ("--moe-layer-freq", "--linear-attention-freq", "--no-rope-fre
 
 
 class Change(NamedTuple):
-    """One dotted key, or `megatron_args`, with its values in the config and in the rehearsal, and the reason."""
+    """One dotted key, or `megatron_args`, with its values in the config and in the rehearsal."""
 
     key: str
     before: str
     after: str
-    reason: str
 
 
 def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Change]]:
@@ -66,12 +54,10 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
         raise ConfigError(cfg.name, "data.path", cfg.data.path, remedy)
     sizes = _downscaled_ranks(cfg, max_ranks)
     args, dropped = _downscaled_args(cfg, sizes)
-    small, methods = cfg.model_dump() | {"name": f"{cfg.name}_rehearsal", "megatron_args": args}, list[Change]()
+    small = cfg.model_dump() | {"name": f"{cfg.name}_rehearsal", "megatron_args": args}
     for name in ("tensor", "expert"):
-        if small["overlap"][name]["method"] == "auto":
+        if small["overlap"][name]["method"] == "auto":  # it would select the stock path on a model this small
             small["overlap"][name]["method"] = "p2p"
-            reason = "auto selects the stock path on a model this small, and the rehearsal would test nothing"
-            methods.append(Change(f"overlap.{name}.method", "auto", "p2p", reason))
     flags = {flag for _, flag in flags_in(args)}
     small["model"] |= _downscaled_model(cfg, sizes) | {"preset": None}
     if flags & {*_STAGES}:
@@ -108,9 +94,9 @@ def downscale(cfg: LaunchConfig, max_ranks: int) -> tuple[LaunchConfig, list[Cha
         "threads_per_rank": 1,
     }
     result = LaunchConfig.model_validate(small)
-    changes = [*_differences(cfg, result, sizes), *methods, *dropped]
+    changes = [*_differences(cfg, result), *dropped]
     if cfg.launch.device == "cuda":
-        changes.append(Change("fused kernels", "Megatron's defaults", " ".join(REHEARSAL_SWITCHES), "need a GPU"))
+        changes.append(Change("fused kernels", "Megatron's defaults", " ".join(REHEARSAL_SWITCHES)))
     return result, changes
 
 
@@ -157,72 +143,54 @@ def _downscaled_args(cfg: LaunchConfig, sizes: Mapping[str, int]) -> tuple[tuple
         group = args[start:end]
         flag, equals, value = group[0].partition("=")
         values = [value] if equals else group[1:]
-        after, reason = _downscaled_arg(cfg, flag, values, sizes)
+        after = _downscaled_arg(cfg, flag, values, sizes)
         if after != values:
             before, group = " ".join(group), [] if after is None else [flag, *after]
-            changes.append(Change("megatron_args", before, " ".join(group) or "removed", reason))
+            changes.append(Change("megatron_args", before, " ".join(group) or "removed"))
         arguments += group
     return tuple(arguments), changes
 
 
 def _downscaled_arg(
     cfg: LaunchConfig, flag: str, values: Sequence[str], sizes: Mapping[str, int]
-) -> tuple[Sequence[str] | None, str]:
-    """The values of a flag in the rehearsal, None to remove the flag, and the reason."""
+) -> Sequence[str] | None:
+    """The values of a flag in the rehearsal; None to remove the flag."""
     if flag.startswith(NEEDS_GPU):
-        return None, "needs a GPU"
+        return None
     if flag in _WIDTHS:
         width = int(values[0]) * _downscaled_model(cfg, sizes)["hidden_size"] // cfg.model.hidden_size
-        return [str(max(16, width // 16 * 16))], "keeps its ratio to model.hidden_size"
+        return [str(max(16, width // 16 * 16))]
     if flag == EXPERT_PARALLEL:
         ranks = math.prod(sizes.values()) // sizes["pipeline"]
-        return [str(min(int(values[0]), 2, ranks))], _REASONS["parallel"]
+        return [str(min(int(values[0]), 2, ranks))]
     if flag == "--expert-tensor-parallel-size":
-        return [str(min(int(values[0]), sizes["tensor"]))], "at most parallel.tensor"
+        return [str(min(int(values[0]), sizes["tensor"]))]
     if flag in _STAGES:
-        number, reason = ("1", "one layer per chunk") if flag == _STAGES[0] else ("2", "two chunks per stage")
-        return ([number], reason) if sizes["pipeline"] > 1 else (None, "needs pipeline parallelism")
+        if sizes["pipeline"] == 1:
+            return None
+        return ["1"] if flag == _STAGES[0] else ["2"]  # layers per chunk, chunks per stage
     if flag in UNEVEN_STAGES or (flag in _LAYER_PATTERNS and not "".join(values).isdigit()):
-        return None, "counts layers of the whole model"
-    return values, ""
+        return None  # counts layers of the whole model
+    return values
 
 
-_REASONS: Mapping[str, str] = {
-    "parallel": "every size above 1 becomes 2",
-    "model": "smallest shape that the layout allows",
-    "train.seq_length": "short sequences",
-    "train.iterations": "enough steps to include optimizer updates",
-    "train.global_batch_size": "at most 2 micro-batches per stage",
-    "train.precision": "the CPU does not support fp16",
-    "train.gradient_accumulation_fusion": "apex's kernel needs a GPU",
-    "train.tp_comm_overlap": "userbuffers need a GPU",
-    "data": "the data files do not exist on this machine",
-    "launch": "runs on the CPUs of this machine",
-}
 # Keys that follow from others, and keys that do not change the training.
 _UNLISTED = (
     *("model.preset", "model.max_position_embeddings", "data.workers"),
-    *("launch.threads_per_rank", "launch.rehearsal", "launch.slurm"),
+    *("launch.nodes", "launch.ranks_per_node", "launch.threads_per_rank", "launch.rehearsal"),
 )
 
 
-def _differences(cfg: LaunchConfig, downscaled: LaunchConfig, sizes: Mapping[str, int]) -> Iterator[Change]:
-    yield Change("ranks", str(cfg.world_size), str(downscaled.world_size), "runs on the CPUs of this machine")
-    if sizes["data"] != cfg.data_parallel_size:
-        reason = _REASONS["parallel"] if sizes["data"] > 1 else "too many ranks for this machine"
-        yield Change("data parallel", str(cfg.data_parallel_size), str(sizes["data"]), reason)
-    for section in ("parallel", "model", "train", "data", "launch"):
-        before, after = getattr(cfg, section).model_dump(), getattr(downscaled, section).model_dump()
+def _differences(cfg: LaunchConfig, downscaled: LaunchConfig) -> Iterator[Change]:
+    yield Change("ranks", str(cfg.world_size), str(downscaled.world_size))
+    if downscaled.data_parallel_size != cfg.data_parallel_size:
+        yield Change("data parallel", str(cfg.data_parallel_size), str(downscaled.data_parallel_size))
+    for section in ("parallel", "model", "train", "data", "overlap.tensor", "overlap.expert", "launch"):
+        before, after = vars(value_at(cfg, section)), vars(value_at(downscaled, section))
         for name, full in before.items():
-            key, small = f"{section}.{name}", after[name]
-            if full == small or key in _UNLISTED or name in ("nodes", "ranks_per_node"):
-                continue
-            reason = _REASONS.get(key, _REASONS.get(section, "not part of a rehearsal"))
-            if key == "parallel.context" and small == 1:
-                reason = "the unfused attention of a CPU has no context parallelism"
-            elif section == "parallel" and small == 1:
-                reason = "too many ranks for this machine"
-            yield Change(key, _as_yaml(full), _as_yaml(small), reason)
+            key = f"{section}.{name}"
+            if full != after[name] and key not in _UNLISTED:
+                yield Change(key, _as_yaml(full), _as_yaml(after[name]))
 
 
 def _as_yaml(value: object) -> str:

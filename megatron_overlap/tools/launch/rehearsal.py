@@ -116,20 +116,5 @@ def permits_table(permits: Iterable[Permit]) -> Table:
     return table
 
 
-def steps_table(result: Rehearsal) -> Table:
-    """Loss and grad-norm of both runs, step by step, as a table."""
-    table = Table("step", title="stock path and overlap", title_justify="left")
-    for name, bound, _ in result.columns:
-        table.add_column(f"{name}: stock", justify="right")
-        table.add_column("overlap", justify="right")
-        table.add_column(f"difference (at most {bound:.1e})", justify="right")
-    for index, iteration in enumerate(result.overlapped.iterations):
-        cells = [str(iteration)]
-        for _, _, pairs in result.columns:
-            cells += [*map(_number, pairs[index]), f"{deviation(*pairs[index]):.1e}"]
-        table.add_row(*cells)
-    return table
-
-
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.7g}"
