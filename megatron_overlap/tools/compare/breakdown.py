@@ -12,20 +12,15 @@ _MIN_SHARE, _MAX_OPS = 0.01, 8  # an op has a row from this share of the referen
 
 @dataclass(frozen=True)
 class Change:
-    """One row of a breakdown: its time in either step. `start_ms`: reference plus the changes of the rows above."""
+    """One row of a breakdown: its time in either step."""
 
     label: str
     before_ms: float
     after_ms: float
-    start_ms: float
 
     @property
     def change_ms(self) -> float:
         return self.after_ms - self.before_ms
-
-    @property
-    def stop_ms(self) -> float:
-        return self.start_ms + self.change_ms
 
 
 @dataclass(frozen=True)
@@ -53,23 +48,19 @@ def breakdowns(result: Comparison) -> list[Breakdown]:
         after = run.exposed
         if before is None or after is None:
             continue
-        start_ms, end_ms = first.step_time_ms.median, run.step_time_ms.median
+        before_ms, after_ms = first.step_time_ms.median, run.step_time_ms.median
         old, new = ({(each.op, each.direction): each.median_ms for each in side.by_op} for side in (before, after))
         times = {key: (old.get(key, 0.0), new.get(key, 0.0)) for key in {**old, **new}}
         longest = sorted(times, key=lambda key: -max(times[key]))[:_MAX_OPS]
-        shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * start_ms]
+        shown = [key for key in longest if max(times[key]) >= _MIN_SHARE * before_ms]
         shown.sort(key=lambda key: times[key][1] - times[key][0])
-        rows = [(op_label(*key), *times[key]) for key in shown]
+        rows = [Change(op_label(*key), *times[key]) for key in shown]
         shown_old, shown_new = (sum(times[key][side] for key in shown) for side in (0, 1))
-        rows.append((REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
-        rows.append((COMPUTATION, before.floor_ms, after.floor_ms))
-        changes, at = [], start_ms
-        for row in rows:
-            changes.append(Change(*row, start_ms=at))
-            at = changes[-1].stop_ms
+        rows.append(Change(REMAINING_WAITS, before.step_ms.median - shown_old, after.step_ms.median - shown_new))
+        rows.append(Change(COMPUTATION, before.floor_ms, after.floor_ms))
         grouped = tuple(sorted(op_label(*key) for key in times if key not in shown))
         floors = before.floor_ms, after.floor_ms
-        found.append(Breakdown(first.name, run.name, start_ms, end_ms, *floors, tuple(changes), grouped))
+        found.append(Breakdown(first.name, run.name, before_ms, after_ms, *floors, tuple(rows), grouped))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a comparison: the overview and the breakdown of a step time."""
+"""The picture of a comparison: step times, speedups, and losses."""
 
 import io
 from typing import Any, Literal
@@ -6,10 +6,8 @@ from typing import Any, Literal
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from megatron_overlap.tools.compare.breakdown import Breakdown
 from megatron_overlap.tools.compare.comparison import Comparison
 from megatron_overlap.tools.launch.run_records import deviation
 
@@ -17,9 +15,7 @@ from megatron_overlap.tools.launch.run_records import deviation
 COLORS = ("#5f6b76", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 _SMALLEST_DEVIATION = 1e-9  # exact agreement has no place on a logarithmic axis; it is drawn at this value
-_INK, _GRID, _FLOOR, _EXPOSED = "#24292f", "#d0d7de", "#8b98a8", "#d55e00"
-_SHORTER: dict[str, Any] = {"color": "#0a8f6a"}
-_LONGER: dict[str, Any] = {"color": "#7a1420", "hatch": "///"}
+_INK, _GRID = "#24292f", "#d0d7de"
 _WIDTH = 13.0  # inches
 
 
@@ -31,36 +27,6 @@ def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str,
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
     return as_file(figure, form, caption, title)
-
-
-def draw_breakdown(part: Breakdown) -> bytes:
-    """The step time of the reference, the change of each row, and the step time of the run, as an SVG."""
-    figure = make_figure(0.9 + 0.32 * (len(part.changes) + 2))
-    axes = figure.subplots()
-    labels = [f"step of {part.reference}", *(change.label for change in part.changes), f"step of {part.run}"]
-    for row, total, floor in ((0, part.reference_ms, part.reference_floor_ms), (-1, part.run_ms, part.run_floor_ms)):
-        place = row % len(labels)
-        axes.barh(place, floor, color=_FLOOR, height=0.7)
-        axes.barh(place, total - floor, left=floor, color=_EXPOSED, height=0.7)
-        axes.text(total, place, f" {total:,.1f} ms", fontsize=8.5, va="center", color=_INK)
-    for place, change in enumerate(part.changes, start=1):
-        style = _SHORTER if change.change_ms < 0 else _LONGER
-        axes.barh(place, change.change_ms, left=change.start_ms, height=0.7, edgecolor="white", **style)
-        end = max(change.start_ms, change.stop_ms)
-        axes.text(end, place, f" {change.change_ms:+,.1f}", fontsize=8.5, va="center", color=_INK)
-    axes.axvline(part.reference_floor_ms, color=_INK, lw=1.2, ls="--")
-    style_axes(axes, "", "ms; dashed: compute-only floor of the reference")
-    axes.set_yticks(range(len(labels)), labels, fontsize=8.5)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_xlim(0, 1.08 * max(part.reference_ms, *(change.stop_ms for change in part.changes)))
-    handles = [
-        Patch(facecolor=_FLOOR, label="computation"),
-        Patch(facecolor=_EXPOSED, label="exposed communication"),
-        Patch(facecolor=_SHORTER["color"], label="shorter"),
-        Patch(facecolor=_LONGER["color"], hatch=_LONGER["hatch"], edgecolor="white", label="longer"),
-    ]
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False)
-    return as_file(figure, "svg")
 
 
 def _step_times(axes: Any, result: Comparison) -> None:
@@ -156,14 +122,13 @@ def make_figure(height: float) -> Any:
     return figure
 
 
-def as_file(figure: Any, form: Literal["png", "svg"], caption: str = "", title: str = "") -> bytes:
+def as_file(figure: Any, form: Literal["png", "svg"], caption: str, title: str) -> bytes:
     """The content of the file of a figure, with a caption below it and a title above it."""
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    if caption:
-        figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
+    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "hatch.linewidth": 0.8}):  # text stays text: a smaller file
+    with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text: a smaller file
         figure.savefig(out, format=form, facecolor="white")
     return out.getvalue()
 

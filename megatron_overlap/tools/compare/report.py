@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
-from megatron_overlap.tools.compare.plot import draw_breakdown, draw_overview
+from megatron_overlap.tools.compare.plot import draw_overview
 from megatron_overlap.tools.compare.rounds import run_folder
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
@@ -43,7 +43,7 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
         "rows": rows(result),
         "notes": notes(result),
         "steps": [(run, run_folder(folder / RUNS_FOLDER, run.typical_step.round, run.name)) for run in result.runs],
-        "breakdowns": [(part, draw_breakdown(part)) for part in breakdowns(result)],
+        "breakdowns": breakdowns(result),
         "ms": partial(_ms, form=",.1f"),
         "signed": partial(_ms, form="+,.1f"),
     }
@@ -77,8 +77,8 @@ def publish(
     common = {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallbacks}
     loader = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
-    html = environment.get_template(template).render(overview=draw(form="svg"), **common, **page)
+    overview = f"data:image/svg+xml;base64,{base64.b64encode(draw(form='svg')).decode('ascii')}"
+    html = environment.get_template(template).render(overview=overview, **common, **page)
     figures_json = to_json(figures, indent=1, inf_nan_mode="null") + b"\n"
     content = {PNG_FILE: draw(form="png", title=page["headline"]), HTML_FILE: html.encode(), JSON_FILE: figures_json}
     for name, data in content.items():

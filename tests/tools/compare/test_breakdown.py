@@ -11,10 +11,8 @@ import pytest
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.breakdown import COMPUTATION, REMAINING_WAITS, Breakdown, breakdowns
 from megatron_overlap.tools.compare.comparison import Comparison, TypicalStep, compare
-from megatron_overlap.tools.compare.plot import draw_breakdown
 from megatron_overlap.tools.launch.run_records import RunRecord, StepExposed
 from tests.tools.compare.samples import record, side, written
-from tests.tools.compare.test_report import pictures
 
 BIG, SMALL = ("gather", "forward"), ("tiny", "backward")
 COMES = ("linear", "dgrad")
@@ -43,10 +41,6 @@ def test_the_rows_add_up_to_both_steps(twice_ms: float) -> None:
     assert (part.reference_ms, part.run_ms) == (110, 80)
     assert sum(change.before_ms for change in part.changes) == pytest.approx(110)
     assert sum(change.after_ms for change in part.changes) == pytest.approx(80)
-    assert part.changes[0].start_ms == 110
-    assert part.changes[-1].stop_ms == pytest.approx(80)
-    for above, below in zip(part.changes, part.changes[1:], strict=False):
-        assert above.stop_ms == below.start_ms
 
 
 def test_every_row_by_hand(tmp_path: Path) -> None:
@@ -67,9 +61,6 @@ def test_every_row_by_hand(tmp_path: Path) -> None:
     assert "Compute-only floor of plain: 59.5 ms" in page
     assert "1.85 times the floor, that of hidden 1.34 times" in page
     assert "\N{MINUS SIGN}45.0" in page
-    _, picture = pictures(page)
-    for label in ("step of plain", "gather forward", "step of hidden"):
-        assert f">{label}<" in picture
 
 
 def test_the_floor_is_the_same_in_json_table_and_breakdown() -> None:
@@ -97,14 +88,6 @@ def test_a_breakdown_needs_events_of_both_runs() -> None:
     plain, recorded = side("a", [record([9, 9, 100])]), side("b", [traced([50], [{BIG: 5}])])
     assert breakdowns(compare([plain, recorded])) == []
     assert breakdowns(compare([recorded, plain])) == []
-
-
-def test_the_axis_of_a_breakdown_holds_the_longest_bar() -> None:
-    slower = compare([side("plain", [traced([50], [{BIG: 20}])]), side("hidden", [traced([90], [{BIG: 20}])])])
-    picture = draw_breakdown(breakdowns(slower)[0]).decode()
-    assert "> 90.0 ms<" in picture
-    assert "> +40.0<" in picture
-    assert ">80<" in picture  # a tick beyond the step of the reference
 
 
 def test_the_page_names_the_timeline_of_the_step_nearest_the_median(tmp_path: Path) -> None:
