@@ -1,8 +1,8 @@
 """Model FLOPs of a training step and peak FLOP/s of a device: the two figures of the MFU.
 
 The convention is that of Megatron's throughput line, see `docs/compare.md`. Norms, activations, the embedding look-up
-and the router of experts count nothing. Published figures that count the whole attention square are higher:
-`attention="full"` gives theirs. Peak rates are dense. Data sheets often print twice as much, the figure with sparsity.
+and the router of experts count nothing. Published figures that count the whole attention square are higher. Peak rates
+are dense. Data sheets often print twice as much, the figure with sparsity.
 """
 
 import functools
@@ -19,8 +19,6 @@ from megatron_overlap.config import LaunchConfig, ModelConfig
 from megatron_overlap.config.cluster import Precision
 from megatron_overlap.config.megatron_args import number_after
 from megatron_overlap.tools.launch.processes import RankCommand, run_ranks
-
-Attention = Literal["causal", "full"]
 
 CONVENTION = "model FLOPs, forward + backward, causal half of attention, no recomputation (as Megatron logs them)"
 VOCABULARY_MULTIPLE = 128  # default of --make-vocab-size-divisible-by in Megatron
@@ -87,11 +85,7 @@ class Peak:
 
 
 def token_flops(
-    model: ModelConfig,
-    seq_length: int,
-    padded_vocab_size: int,
-    attention: Attention = "causal",
-    experts: ExpertShape | None = None,
+    model: ModelConfig, seq_length: int, padded_vocab_size: int, experts: ExpertShape | None = None
 ) -> dict[str, float]:
     """FLOPs of one token of a full sequence, forward and backward, by part of the model. `experts` replace the MLP."""
     gemm = 2 * 3  # multiply-add, in forward and for the gradients of input and weight
@@ -100,10 +94,9 @@ def token_flops(
     queries = model.head_size * model.num_attention_heads
     keys_and_values = 2 * model.head_size * model.num_query_groups
     mlp_gemms = 3 if model.swiglu else 2  # SwiGLU: gate, up and down
-    keys_seen = seq_length / 2 if attention == "causal" else seq_length
     return {
         "projections": float(gemm * layers * hidden * (queries + keys_and_values + queries)),  # QKV and output
-        "attention": gemm * layers * 2 * queries * keys_seen,  # scores, and their product with the values
+        "attention": gemm * layers * 2 * queries * seq_length / 2,  # scores, their product with the values; causal
         "mlp": float(gemm * layers * mlp_gemms * hidden * ffn_hidden_size),
         "logits": float(gemm * hidden * padded_vocab_size),
     }

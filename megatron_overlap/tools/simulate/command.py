@@ -114,14 +114,12 @@ def _jobs(job: Job, listed: Mapping[str, Method | Literal["auto"]]) -> dict[str,
 
 
 def figures(job: Job, model: CostModel, step: StepTime) -> dict[str, float]:
-    """Figures of a step. `mfu` counts the causal half of attention, `mfu_full_attention` all of it."""
+    """Figures of a step."""
     seconds = step.step_us * 1e-6
-    peak = model.profile.peak_tflops(job.precision)
     rate = job.flops() / job.world_size / seconds / 1e12
     return {
         "step_ms": step.step_us / 1e3,
-        "mfu": rate / peak,
-        "mfu_full_attention": job.flops("full") / job.world_size / seconds / 1e12 / peak,
+        "mfu": rate / model.profile.peak_tflops(job.precision),
         "tflops_per_device": rate,
         "tokens_per_s_per_device": job.tokens / seconds / job.world_size,
         "compute_ms": step.compute_us / 1e3,

@@ -17,7 +17,6 @@ from megatron_overlap.schedules.plan import Pattern
 from megatron_overlap.tools.compare.flops import (
     EXPERTS_FLAG,
     VOCABULARY_MULTIPLE,
-    Attention,
     ExpertShape,
     expert_shape,
     known_model,
@@ -140,10 +139,10 @@ class Job:
     def tokens(self) -> int:
         return self.global_batch_size * self.seq_length
 
-    def flops(self, attention: Attention = "causal") -> float:
+    def flops(self) -> float:
         """Model FLOPs of a step, in the convention of `tools.compare.flops`."""
         experts = None if self.experts is None else self.experts.shape
-        token = token_flops(self.model, self.seq_length, self.vocabulary, attention, experts)
+        token = token_flops(self.model, self.seq_length, self.vocabulary, experts)
         return sum(token.values()) * self.tokens
 
     def layer_parameters(self) -> int:

@@ -40,7 +40,7 @@ def test_figures_and_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert step == methods["as configured"] == methods["this plugin, auto"]
     # Layer by layer, auto selects p2p only for a gain of more than 2 %.
     assert step["step_ms"] < 1.02 * min(methods[name]["step_ms"] for name in ("this plugin, p2p", "stock path"))
-    assert 0.1 < step["mfu"] < step["mfu_full_attention"] < 1
+    assert 0.1 < step["mfu"] < 1
     assert step["step_ms"] < methods["stock path"]["step_ms"] < methods["no overlap"]["step_ms"]
     # 16 sequences of 8192 tokens on 8 devices.
     assert step["tokens_per_s_per_device"] == pytest.approx(16 * 8192 / 8 / step["step_ms"] * 1e3)
