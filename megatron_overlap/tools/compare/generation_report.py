@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_overlap.tools.compare import report
 from megatron_overlap.tools.compare.generation import METRICS, GenerationComparison, WorkloadSummary
-from megatron_overlap.tools.compare.plot import COLORS, as_file, make_figure, style_axes
+from megatron_overlap.tools.compare.plot import COLORS, make_figure, style_axes
 
 
-def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
+def draw_generation(result: GenerationComparison, caption: str) -> Any:
     """The first token by prompt length with the largest batch; the other figures by batch with the longest prompts."""
-    figure = make_figure(4.2 if title else 3.8)
+    figure = make_figure(4.0, caption)
     workloads = result.runs[0].workloads
     batch, length = max(each.batch for each in workloads), max(each.prompt_tokens for each in workloads)
     for axes, (name, label) in zip(figure.subplots(1, len(METRICS)), METRICS.items(), strict=True):
@@ -25,7 +25,7 @@ def draw_generation(result: GenerationComparison, form: Literal["png", "svg"], c
         _bars(axes, result, name, ticks)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8.5, frameon=False)
-    return as_file(figure, form, caption, title)
+    return figure
 
 
 def _bars(axes: Any, result: GenerationComparison, name: str, ticks: Mapping[int, int]) -> None:

@@ -19,14 +19,14 @@ _INK, _GRID = "#24292f", "#d0d7de"
 _WIDTH = 13.0  # inches
 
 
-def draw_overview(result: Comparison, form: Literal["png", "svg"], caption: str, title: str = "") -> bytes:
+def draw_overview(result: Comparison, caption: str) -> Any:
     """Step times, speedup of each round, losses and their deviation."""
-    figure = make_figure(4.9 if title else 4.5)
+    figure = make_figure(4.7, caption)
     columns = figure.subfigures(1, 3, width_ratios=(1.15, 0.85, 1.0))
     _step_times(columns[0].subplots(), result)
     _speedups(columns[1].subplots(), result)
     _training(columns[2].subplots(2, 1, sharex=True, height_ratios=(1.25, 1)), result)
-    return as_file(figure, form, caption, title)
+    return figure
 
 
 def _step_times(axes: Any, result: Comparison) -> None:
@@ -55,9 +55,7 @@ def _step_times(axes: Any, result: Comparison) -> None:
 
 
 def _speedups(axes: Any, result: Comparison) -> None:
-    reference = result.runs[0].name
-    title = f"Speedup over {reference}" if len(reference) < 24 else "Speedup over the reference"
-    style_axes(axes, title, "dots: rounds")
+    style_axes(axes, "Speedup over the reference", "dots: rounds")
     bars: list[tuple[str, Any, str, list[float]]] = [
         (entry.name, entry.speedup, _color(place), entry.speedup_rounds)
         for place, entry in enumerate(result.against, start=1)
@@ -115,18 +113,18 @@ def _training(axes: Any, result: Comparison) -> None:
     deviations.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def make_figure(height: float) -> Any:
-    """A figure of the width of all pictures, and of `height` inches."""
+def make_figure(height: float, caption: str) -> Any:
+    """A figure of the width of all pictures, and of `height` inches, with a caption below it."""
     figure: Any = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.14, h_pad=0.08)
+    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     return figure
 
 
-def as_file(figure: Any, form: Literal["png", "svg"], caption: str, title: str) -> bytes:
-    """The content of the file of a figure, with a caption below it and a title above it."""
+def as_file(figure: Any, form: Literal["png", "svg"], title: str = "") -> bytes:
+    """The content of the file of a figure, with a title above it."""
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.012, ha="left")
-    figure.supxlabel(caption, fontsize=8, color=COLORS[0], x=0.012, ha="left")
     out = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text: a smaller file
         figure.savefig(out, format=form, facecolor="white")

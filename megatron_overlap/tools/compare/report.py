@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from megatron_overlap.tools.compare.breakdown import breakdowns
 from megatron_overlap.tools.compare.comparison import Compared, Comparison, RunSummary, Spread, comparison_content
 from megatron_overlap.tools.compare.generation import GenerationRun
-from megatron_overlap.tools.compare.plot import draw_overview
+from megatron_overlap.tools.compare.plot import as_file, draw_overview
 from megatron_overlap.tools.compare.rounds import run_folder
 
 JSON_FILE, PNG_FILE, HTML_FILE = "compare.json", "compare.png", "compare.html"
@@ -54,20 +54,19 @@ def publish(
     result: Compared[Any],
     folder: Path,
     configs: Mapping[str, str],
-    draw: Callable[..., bytes],
+    draw: Callable[[Any, str], Any],
     figures: Mapping[str, Any],
     template: str,
     page: Mapping[str, Any],
 ) -> None:
     """Write three complete files, the JSON last, and print the figures. The page needs no scripts or other files.
 
-    `configs` has the resolved config of each run by its name. `draw` draws the overview of the result, with a `form`, a
-    `caption` and optionally a `title`. `figures` is the content of the JSON file (infinity and NaN become null),
-    `page` that of the template.
+    `configs` has the resolved config of each run by its name. `draw` draws the overview of the result with a caption.
+    `figures` is the content of the JSON file (infinity and NaN become null), `page` that of the template.
     """
     logs = from_logs(result)
-    caption = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
-    draw = partial(draw, result, caption="read from finished logs" if logs else caption)
+    measured = f"{ranks_and_device(result.device)}; {result.runs[0].link.get('description')}"
+    figure = draw(result, "read from finished logs" if logs else measured)
     fallbacks = [
         (run.name, fallback.module, f"{fallback.op} {fallback.direction}", fallback.reason, fallback.calls)
         for run in result.runs
@@ -77,10 +76,11 @@ def publish(
     common = {"runs": result.runs, "configs": configs, "fallbacks": None if logs else fallbacks}
     loader = PackageLoader("megatron_overlap.tools.compare")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    overview = f"data:image/svg+xml;base64,{base64.b64encode(draw(form='svg')).decode('ascii')}"
+    overview = f"data:image/svg+xml;base64,{base64.b64encode(as_file(figure, 'svg')).decode('ascii')}"
     html = environment.get_template(template).render(overview=overview, **common, **page)
     figures_json = to_json(figures, indent=1, inf_nan_mode="null") + b"\n"
-    content = {PNG_FILE: draw(form="png", title=page["headline"]), HTML_FILE: html.encode(), JSON_FILE: figures_json}
+    png = as_file(figure, "png", title=page["headline"])
+    content = {PNG_FILE: png, HTML_FILE: html.encode(), JSON_FILE: figures_json}
     for name, data in content.items():
         (folder / f"{name}.new").write_bytes(data)
     for name in content:

@@ -134,8 +134,7 @@ def _make_lab(spec: dict[str, Any]) -> dict[str, Any]:
 def hold(argv: list[str]) -> int:
     """`hold LABEL SPEC`: make the namespaces of SPEC (JSON), print their description as JSON and hold them open."""
     spec = json.loads(argv[1])
-    # The owner handles Ctrl-C and closes the input of this process at its end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
     try:
         owner = os.pidfd_open(spec["owner"])
         if os.getppid() != spec["owner"]:
@@ -145,12 +144,7 @@ def hold(argv: list[str]) -> int:
         print(json.dumps({"error": error.strerror or str(error)}), flush=True)
         return 1
     print(json.dumps(answer), flush=True)
-    # The input closes when the owner closes the lab. A forked process of the owner may hold a copy of it, so this
-    # process polls the pidfd of the owner too.
-    poll = select.poll()
-    poll.register(0, select.POLLIN | select.POLLHUP)
-    poll.register(owner, select.POLLIN)
-    poll.poll()
+    select.select([owner], [], [])  # until the owner ends; it kills this process when it closes the lab
     return 0
 
 

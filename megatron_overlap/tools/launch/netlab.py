@@ -108,7 +108,7 @@ class Netlab:
         if self._holder is not None:
             raise NetlabError("the lab is already open")
         command, pipe = [*HELPER, "hold", owner_label(), json.dumps(self._spec())], subprocess.PIPE
-        self._holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
         try:
             assert self._holder.stdout is not None
             assert self._holder.stderr is not None
