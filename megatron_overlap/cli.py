@@ -97,8 +97,7 @@ def _explain(name: str | None, args: Sequence[str], error: Exception) -> ConfigE
     if isinstance(error, _click_errors.NoSuchOption):
         text, remedy = str(option), "unknown option; write an override as key=value, without dashes"
         if "." not in text:
-            params = getattr(getattr(getattr(error, "ctx", None), "command", None), "params", [])
-            options = [text for param in params for text in param.opts if text.startswith("-")]
+            options = [text for param in error.ctx.command.params for text in param.opts if text.startswith("-")]
             remedy = did_you_mean(text, [*options, "--help"], "option")
         return usage_error(key, text, remedy)
     if isinstance(error, _click_errors.MissingParameter) and param is not None:

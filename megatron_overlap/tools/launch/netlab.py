@@ -62,7 +62,7 @@ class Netlab:
     """
 
     def __init__(self, hosts: int, gbps: float = 1.0, ranks_per_host: int = 1) -> None:
-        self.hosts, self.ranks_per_host, self.world_size = hosts, ranks_per_host, hosts * ranks_per_host
+        self.hosts, self.ranks_per_host = hosts, ranks_per_host
         self.links = (Link(gbps),) * hosts
         self.name = f"mo{os.getpid()}"
         # Whether the lab uses a user namespace, without root privileges. Programs inside then have user id 0.

@@ -237,13 +237,8 @@ def run_ranks(
     The ranks run on the hosts of an open `lab`, or over loopback. `timeout_s` limits the whole job. Logs of an earlier
     job in `log_dir` are replaced.
 
-    Raises:
-        ValueError: no commands, or two commands for one rank.
-        RunError: a rank failed (the text names the first one), or the timeout passed (it names the running ranks).
+    Raises RunError if a rank failed (the text names the first one), or the timeout passed (it names the running ranks).
     """
-    numbers = [command.rank for command in commands]
-    if not numbers or len(set(numbers)) != len(numbers):
-        raise ValueError(f"commands: ranks {numbers}: give at least one, and each rank once")
     log_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     deadline = started + timeout_s if timeout_s is not None else float("inf")
@@ -309,14 +304,8 @@ def loopback_env() -> dict[str, str]:
 def worker_commands(
     argv: Sequence[str], world_size: int, *, lab: Netlab | None = None, threads: int = 1
 ) -> list[RankCommand]:
-    """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab`.
-
-    Raises ValueError if the lab has another number of ranks.
-    """
+    """The commands of `world_size` ranks that execute `argv` over loopback, or on the hosts of `lab`."""
     ranks_per_host, port = (world_size, free_port()) if lab is None else (lab.ranks_per_host, LAB_PORT)
-    if lab is not None and lab.world_size != world_size:
-        places = f"{lab.hosts} hosts of {ranks_per_host}"
-        raise ValueError(f"world_size: {world_size}: the lab has {lab.world_size} ranks, {places}")
     commands = []
     for rank in range(world_size):
         env = {
@@ -348,8 +337,8 @@ def run_workers(
 ) -> None:
     """Run a Python script as `world_size` ranks and return when all ranks have ended.
 
-    The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError and RunError as
-    `worker_commands` and `run_ranks` do; the text names a log file, which stays.
+    The environment has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises RunError as `run_ranks` does;
+    the text names a log file, which stays.
     """
     commands = worker_commands([sys.executable, os.fspath(script), *args], world_size, lab=lab)
     folder = Path(tempfile.mkdtemp(prefix="megatron_overlap_"))
