@@ -50,7 +50,6 @@ def write(result: GenerationComparison, folder: Path, configs: Mapping[str, str]
     """Publish the comparison, as `report.publish` does."""
     page = {
         "headline": headline(result),
-        "key_figures": key_figures(result),
         "rows": rows(result),
         "notes": [*report.measured_on(result), *map(str, result.settings["notes"])],
     }
@@ -67,18 +66,6 @@ def headline(result: GenerationComparison) -> str:
         f"{run.name}: first token {first_token:.3f}x, decode {decode:.3f}x over {reference.name} at "
         f"{last.label}; tokens {'equal' if run.tokens_equal else 'differ'}"
     )
-
-
-def key_figures(result: GenerationComparison) -> list[tuple[str, str, str]]:
-    """The figures at the head of the report, of the headline's workload."""
-    before, after = result.runs[0].workloads[-1], result.runs[1].workloads[-1]
-    found = []
-    for name, label in METRICS.items():
-        change = report.arrow(before.figures[name].median, after.figures[name].median, "{:,.1f}")
-        found.append((label, change, f"{report.ratio(after.speedups[name])}; {after.label}"))
-    equal = sum(each.equal_sequences for each in result.runs[1].workloads)
-    total = sum(each.sequences for each in result.runs[1].workloads)
-    return [*found, ("equal sequences", f"{equal} of {total}", "greedy tokens, all rounds")]
 
 
 def rows(result: GenerationComparison) -> list[report.Row]:

@@ -39,7 +39,6 @@ def write(result: Comparison, folder: Path, configs: Mapping[str, str]) -> None:
     page = {
         "headline": headline(result),
         "attribution": attribution(result),
-        "key_figures": key_figures(result),
         "rows": rows(result),
         "notes": notes(result),
         "steps": [(run, run_folder(folder / RUNS_FOLDER, run.typical_step.round, run.name)) for run in result.runs],
@@ -111,27 +110,6 @@ def attribution(result: Comparison) -> str | None:
     if (parts := result.attribution) is None:
         return None
     return f"Attribution: faster messages {ratio(parts.faster_collective)}, overlap {ratio(parts.overlap)}"
-
-
-def key_figures(result: Comparison) -> list[tuple[str, str, str]]:
-    """The figures at the head of the report, of the second run and the reference: label, value, detail."""
-    before, after, first = result.runs[0], result.runs[1], result.headline
-    found = [
-        ("speedup", f"{first.speedup.median:.3f}x", f"{_range(first.speedup, 3)}, {_rounds(result)}"),
-        ("step time, ms", arrow(before.step_time_ms.median, after.step_time_ms.median, "{:,.1f}"), "medians"),
-    ]
-    if before.exposed is not None and after.exposed is not None:
-        share = arrow(before.exposed.share_of_step, after.exposed.share_of_step, "{:.1%}")
-        times = arrow(before.exposed.step_ms.median, after.exposed.step_ms.median, "{:,.1f}")
-        found.append(("exposed communication, ms", times, f"{share} of the step"))
-    if before.mfu is not None and after.mfu is not None:
-        peak = f"of {after.peak_tflops:.4g} TFLOP/s per device"
-        found.append(("MFU", arrow(before.mfu, after.mfu, "{:.1%}"), peak))
-    if first.max_loss_deviation is not None:
-        own = before.own_loss_deviation
-        detail = "largest, relative" if own is None else f"between rounds of the reference: {_deviation(own)}"
-        found.append(("loss deviation", _deviation(first.max_loss_deviation), detail))
-    return found
 
 
 def rows(result: Comparison) -> list[Row]:
@@ -255,11 +233,6 @@ def _ms(value: float, form: str) -> str:
 
 def _range(spread: Spread, digits: int) -> str:
     return f"{spread.p20:.{digits}f} to {spread.p80:.{digits}f}"
-
-
-def arrow(before: float, after: float, form: str) -> str:
-    """The change of a figure, both values in `form`."""
-    return f"{form.format(before)} \u2192 {form.format(after)}"
 
 
 def _number(value: float | None, form: str, unit: int = 1) -> str:

@@ -77,15 +77,6 @@ def test_the_three_files_agree_and_the_page_fetches_nothing(tmp_path: Path) -> N
     assert "name: hidden # <script>" in page.text
 
 
-def test_the_key_figures_are_those_of_the_first_two_runs() -> None:
-    assert [(label, value) for label, value, _ in report.key_figures(comparison(serial=True))] == [
-        ("speedup", "1.984x"),
-        ("step time, ms", "120.0 \N{RIGHTWARDS ARROW} 60.5"),
-        ("MFU", "16.7% \N{RIGHTWARDS ARROW} 33.1%"),
-        ("loss deviation", "0"),
-    ]
-
-
 def test_the_attribution_is_in_terminal_and_page(tmp_path: Path) -> None:
     result = comparison(serial=True)
     report.write(result, tmp_path, {})
