@@ -403,8 +403,6 @@ class Linear:
 
     def _added_us(self, received: int, own: int, width: int, early: bool) -> float:
         """Time to add received rows to own rows; `early`: in one of two sums, which write or read an fp32 total."""
-        if not received:
-            return 0.0
         if early:
             return self.model.memory_us(self._bytes(received + own, width) + 4 * own * width, "sum")
         if self._queued and self.overlap.pattern != "ring":
