@@ -5,12 +5,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from megatron_overlap.config import ConfigError, load_launch_config
+from megatron_overlap.config import load_launch_config
 from megatron_overlap.config.errors import did_you_mean, usage_error
 from megatron_overlap.config.resources import config_file
 from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.schedules.varlen.plan import describe
 from megatron_overlap.schedules.varlen.topology import Topology
+
+_LENGTHS = "plan --lengths"
 
 
 def plan(
@@ -35,48 +37,41 @@ def plan(
         raise usage_error("plan --ranks", ranks, f"give a multiple of the {nodes} nodes")
     if method not in METHODS:
         raise usage_error("plan --method", method, did_you_mean(method, METHODS, "method"))
-    try:
-        batch = read_lengths(lengths)
-    except OSError as error:
-        remedy = f"{error.strerror}; give a file or a folder that can be read"
-        raise usage_error("plan --lengths", lengths, remedy) from error
-    except UnicodeDecodeError as error:
-        raise usage_error("plan --lengths", lengths, "is not UTF-8 text; write one length per line") from error
-    except ValueError as error:
-        raise _explain(error) from error
+    batch = read_lengths(lengths)
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
         # Without --capacity, a rank holds up to 1/16 more than its share of one pass.
         result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // 16), cost=None)
     except ValueError as error:
-        raise _explain(error) from error
+        name, value, remedy = str(error).split(": ", 2)
+        raise usage_error(f"plan --{name}", value, remedy) from error
     print(describe(result, ranks=show))
     return 0
-
-
-def _explain(error: ValueError) -> ConfigError:
-    """The error of an argument, whose text is `name: value: remedy`."""
-    name, value, remedy = str(error).split(": ", 2)
-    return usage_error(f"plan --{name}", value, remedy)
 
 
 def read_lengths(path: Path) -> list[int]:
     """Reads the lengths of documents from a text file with one length per line, or from a folder.
 
     The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths. Raises
-    ValueError if the folder or file has no documents, or a line is not a length.
+    ConfigError if the folder or file cannot be read or has no documents, or a line is not a length.
     """
     if path.is_dir():
         kinds = (".py", ".txt", ".rst", ".md")
         files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
         if not files:
-            raise ValueError(f"lengths: {path}: no {', '.join(kinds)} files in this folder")
+            raise usage_error(_LENGTHS, path, f"no {', '.join(kinds)} files in this folder")
         return [file.stat().st_size for file in files]
-    lines = list(map(str.strip, path.read_text(encoding="utf-8").splitlines()))
+    try:
+        lines = list(map(str.strip, path.read_text(encoding="utf-8").splitlines()))
+    except OSError as error:
+        remedy = f"{error.strerror}; give a file or a folder that can be read"
+        raise usage_error(_LENGTHS, path, remedy) from error
+    except UnicodeDecodeError as error:
+        raise usage_error(_LENGTHS, path, "is not UTF-8 text; write one length per line") from error
     for number, text in enumerate(lines, start=1):
         if text and not (text.isascii() and text.isdigit()):
-            raise ValueError(f"lengths: {path}, line {number}: {text[:40]}: write one whole number per line")
+            raise usage_error(_LENGTHS, f"{path}, line {number}", f"{text[:40]}: write one whole number per line")
     if not any(lines):
-        raise ValueError(f"lengths: {path}: the file is empty; write one length per line")
+        raise usage_error(_LENGTHS, path, "the file is empty; write one length per line")
     return [int(text) for text in lines if text]
