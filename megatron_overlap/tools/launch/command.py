@@ -158,7 +158,7 @@ def _rehearse(
         return 1
     for name, bound, pairs in result.columns:
         largest = max(deviation(*pair) for pair in pairs)
-        print(f"{name}: largest difference from the stock path {largest:.1e}, at most {bound:.1e}")
+        print(f"{name}: differs from the stock path by at most {largest:.1e}; the bound is {bound:.1e}")
     print(f"{cfg.name}: rehearsal passed: {overlapped}")
     return 0
 
