@@ -101,8 +101,9 @@ def publish(
 
 def headline(result: Comparison) -> str:
     """The result in one sentence."""
-    first = result.headline
-    return f"{first.name}: speedup {ratio(first.speedup)} over {result.runs[0].name}, {_rounds(result)}"
+    first, rounds = result.headline, len(result.headline.speedup_rounds)
+    text = f"{first.name}: speedup {ratio(first.speedup)} over {result.runs[0].name}"
+    return f"{text}, {rounds} round{'s' if rounds > 1 else ''}"
 
 
 def attribution(result: Comparison) -> str | None:
@@ -220,11 +221,6 @@ def ranks_and_device(found: Mapping[str, Any]) -> str:
 def ratio(spread: Spread) -> str:
     """A ratio of times: `1.340x (1.310 to 1.360)`."""
     return f"{spread.median:.3f}x ({_range(spread, 3)})"
-
-
-def _rounds(result: Comparison) -> str:
-    rounds = len(result.headline.speedup_rounds)
-    return f"{rounds} round{'s' if rounds > 1 else ''}"
 
 
 def _ms(value: float, form: str) -> str:
