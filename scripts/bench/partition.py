@@ -45,19 +45,18 @@ def _line(results: list[Balance]) -> str:
 def speed(documents: int, topology: Topology, repeats: int) -> None:
     """Processor time of one plan of a large batch."""
     lengths = sample("prolong", documents * 3200, 0)[:documents]
-    for passes in (1, 8):
-        capacity = -(-sum(lengths) // topology.ranks // passes) * 17 // 16
-        times = []
-        for _ in range(repeats):
-            start = time.process_time()
-            plan = partition(lengths, topology, capacity=capacity)
-            times.append(time.process_time() - start)
-        result = balance(plan)
-        print(
-            f"{len(lengths)} documents, {topology.ranks} ranks, {len(plan.passes)} pass(es): best {min(times):.2f} s, "
-            f"median {statistics.median(times):.2f} s of {repeats}; attention {result.attention:.3f}, "
-            f"with linear {result.compute:.3f}"
-        )
+    capacity = -(-sum(lengths) // topology.ranks) * 17 // 16
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        plan = partition(lengths, topology, capacity=capacity)
+        times.append(time.process_time() - start)
+    result = balance(plan)
+    print(
+        f"{len(lengths)} documents, {topology.ranks} ranks: best {min(times):.2f} s, median "
+        f"{statistics.median(times):.2f} s of {repeats}; attention {result.attention:.3f}, with linear "
+        f"{result.compute:.3f}"
+    )
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_overlap.schedules.varlen.partition import METHODS as OWN_METHODS
-from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, check_room, even_ring
+from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, even_ring
 from megatron_overlap.schedules.varlen.plan import Pass, Plan
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
@@ -56,10 +56,13 @@ def hybrid(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: C
     See `hybrid_stages` for the schedule. All ranks meet at the end of a stage.
 
     Raises:
-        CapacityError: a document is longer than one pass of all ranks.
+        CapacityError: a document is longer than all ranks hold in a pass.
         ValueError: see `partition`; or the number of ranks is not a power of two.
     """
-    check_room(lengths, topology, capacity)
+    check_lengths(lengths, capacity)
+    longest, room = max(lengths, default=0), topology.ranks * capacity
+    if longest > room:
+        raise CapacityError(f"lengths: document {lengths.index(longest)} has {longest} tokens, all ranks hold {room}")
     if topology.ranks & (topology.ranks - 1):
         raise ValueError(f"ranks: {topology.ranks}: hybrid context parallelism needs a power of two")
     passes: list[Pass] = []

@@ -1,4 +1,4 @@
-"""One level of the partition: places documents into bins. A bin is a pass, a node or a device.
+"""One level of the partition: places documents into bins. A bin is a node or a device.
 
 The placement balances attention time (quadratic in the length) and tokens (capacity, linear layers). Long documents
 dominate attention time, and go first, longest first, to the bin with the least attention time. Short documents dominate
@@ -54,7 +54,6 @@ class Level:
     Attributes:
         capacity: tokens a bin may hold.
         message_fs: message time of a bin for a share of an item that is cut at this level (True) or above it (False).
-            None forbids cuts.
         attempts: largest number of placements to try.
         spill: how room is found if not all items fit whole.
     """
@@ -62,13 +61,13 @@ class Level:
     bins: int
     capacity: int
     cost: CostModel
-    message_fs: Callable[[Item, bool], int] | None
+    message_fs: Callable[[Item, bool], int]
     attempts: int
     spill: Spill = "cut"
 
 
-def place(level: Level, items: Sequence[Item]) -> Placement | None:
-    """Places items, by falling length, into bins; returns None if items cannot be cut and do not fit.
+def place(level: Level, items: Sequence[Item]) -> Placement:
+    """Places items, by falling length, into bins, which have room for their sum.
 
     It first cuts only the longest documents, which needs the fewest messages. While a bin overflows or the result is
     uneven, the placement restarts and cuts shorter ones.
@@ -88,10 +87,11 @@ def place(level: Level, items: Sequence[Item]) -> Placement | None:
 
     spill: Spill | None = None
     best = most_even(spill)
-    if best is None and level.message_fs is not None:
+    if best is None:
         spill = level.spill
         best = most_even(spill)
-    if best is not None and max(best.message_fs) > max(best.attention_fs):
+    assert best is not None, "with cuts, items fit whenever their sum fits"
+    if max(best.message_fs) > max(best.attention_fs):
         other = most_even(spill, hidden_only=True)
         if other is not None and other.evenness(linear_fs) > best.evenness(linear_fs):
             best = other
@@ -120,7 +120,7 @@ def _attempt(
         placed[bin_].append(item)
         attention[bin_] += item.attention_fs
         tokens[bin_] += item.tokens
-        if item.tokens < item.length and message_fs is not None:
+        if item.tokens < item.length:
             result.message_fs[bin_] += message_fs(item, False)
 
     def put_shares(item: Item, shares: list[tuple[int, int]], message: int) -> None:
@@ -137,7 +137,7 @@ def _attempt(
         item, size, width = items[index], items[index].tokens, 1
         if item.attention_fs > limit or size > capacity:
             width = _width(level, item, None if hidden_only else fair, limit)
-        if message_fs is not None and width > 1:
+        if width > 1:
             chosen = _pop_with_room(heap, mask, tokens, capacity, size, width)
             if not chosen:
                 break
@@ -170,7 +170,7 @@ def _attempt(
             heapq.heapreplace(heap, count << shift | bin_)
             continue
         shares = _fill(item.tokens, heap, mask, tokens, capacity) if spill else None
-        if shares is None or message_fs is None:
+        if shares is None:
             return None
         put_shares(item, shares, message_fs(item, True))
         for bin_, _ in shares:
@@ -197,8 +197,7 @@ def _width(level: Level, item: Item, fair: int | None, limit: int) -> int:
     needed = -(-item.tokens // level.capacity)
     if fair is not None:
         needed = max(needed, -(-fs // fair))
-    hidden = fs // max(1, level.message_fs(item, True)) if level.message_fs else 1
-    balanced = min(-(-fs // limit), hidden)
+    balanced = min(-(-fs // limit), fs // max(1, level.message_fs(item, True)))
     return min(max(needed, balanced), level.bins, item.tokens)
 
 

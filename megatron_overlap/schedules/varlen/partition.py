@@ -1,4 +1,4 @@
-"""Hierarchical partition of documents over passes, nodes and devices (Zeppelin, arXiv 2509.21841, section 4.1).
+"""Hierarchical partition of documents over nodes and devices (Zeppelin, arXiv 2509.21841, section 4.1).
 
 `METHODS` also has the placements that it is compared with, in the same plan format: one engine executes them all.
 """
@@ -12,7 +12,6 @@ from megatron_overlap.schedules.varlen.bin_packing import Item, Level, Spill, pl
 from megatron_overlap.schedules.varlen.plan import Exchange, Pass, Plan, Ring, loads, make_ring
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
-_MORE_PASSES = 8  # tried beyond the fewest that hold all tokens, before the fallback to first fit
 _FEWEST_ATTEMPTS, _MOST_ATTEMPTS = 2, 12
 _BUDGET = 200_000  # about the number of documents placed in all attempts of a level: limits large batches to a second
 
@@ -22,7 +21,7 @@ class CapacityError(ValueError):
 
 
 def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: CostModel | None = None) -> Plan:
-    """Assigns the tokens of a batch to ranks for attention, in as few passes as hold the batch.
+    """Assigns the tokens of a batch to ranks for attention, in one pass.
 
     A document stays whole on one device if possible (local). Otherwise it becomes a ring inside a node (intra), or over
     several nodes (inter). A document is cut if its attention time exceeds a fraction of the mean load of a bin, over as
@@ -32,21 +31,25 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
 
     Args:
         lengths: tokens of each document. Empty documents are not placed.
-        capacity: tokens a rank may hold in one pass.
+        capacity: tokens a rank may hold.
         cost: cost model; the default describes an H100.
 
     Raises:
-        CapacityError: a document is longer than one pass of all ranks.
+        CapacityError: the batch has more tokens than all ranks may hold.
         ValueError: a length is negative, or the capacity is below one token.
     """
     cost = cost or CostModel()
     check_room(lengths, topology, capacity)
     items = [Item(n, n, document, cost.share_fs(n, n)) for document, n in enumerate(lengths) if n]
     items.sort(key=lambda item: item.tokens, reverse=True)
-    groups = _to_passes(items, topology.ranks * capacity, cost)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
     plan = Plan("balanced", tuple(lengths), topology, cost, capacity, ())
-    return replace(plan, passes=tuple(_one_pass(group, index, plan, attempts) for index, group in enumerate(groups)))
+    found, spilled = _place_all(items, plan, attempts, "cut")
+    if not spilled:
+        return found
+    # Some document fits nowhere whole: the faster plan of both values of `Spill`.
+    other, _ = _place_all(items, plan, attempts, "shift")
+    return min(found, other, key=lambda each: max(max(load.attention_fs, load.message_fs) for load in loads(each, 0)))
 
 
 def check_lengths(lengths: Sequence[int], capacity: int) -> None:
@@ -59,54 +62,18 @@ def check_lengths(lengths: Sequence[int], capacity: int) -> None:
 
 
 def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
-    """Raises the errors of `partition`, which are those of every planner that cuts documents."""
+    """Raises the errors of `partition`, which are those of every planner of this package."""
     check_lengths(lengths, capacity)
-    longest, room = max(lengths, default=0), topology.ranks * capacity
-    if longest > room:
+    total, room = sum(lengths), topology.ranks * capacity
+    if total > room:
         raise CapacityError(
-            f"lengths: document {lengths.index(longest)} has {longest} tokens: {topology.ranks} ranks hold {room} in "
-            f"one pass; raise capacity to {-(-longest // topology.ranks)} or cut the document"
+            f"lengths: {total} tokens: {topology.ranks} ranks hold {room}; raise capacity to "
+            f"{-(-total // topology.ranks)} or give fewer documents"
         )
 
 
-def _to_passes(items: list[Item], room: int, cost: CostModel) -> list[list[Item]]:
-    """Distributes whole documents over passes, attention time and tokens balanced, in as few passes as fit."""
-    fewest = max(1, -(-sum(item.tokens for item in items) // room))
-    for count in range(fewest, fewest + _MORE_PASSES + 1):
-        if (found := place(Level(count, room, cost, None, _FEWEST_ATTEMPTS), items)) is not None:
-            return found.items
-    return _first_fit(items, room)
-
-
-def _first_fit(items: list[Item], room: int) -> list[list[Item]]:
-    """First fit without a limit of passes, for batches of few and very long documents."""
-    groups: list[list[Item]] = []
-    left: list[int] = []
-    for item in items:
-        index = next((index for index, free in enumerate(left) if free >= item.tokens), len(groups))
-        if index == len(groups):
-            groups.append([])
-            left.append(room)
-        groups[index].append(item)
-        left[index] -= item.tokens
-    return groups
-
-
-def _one_pass(items: list[Item], index: int, plan: Plan, attempts: int) -> Pass:
-    """Places one pass; if some document fits nowhere whole, tries both values of `Spill` and takes the faster one."""
-    part, spilled = _place_pass(items, index, plan, attempts, "cut")
-    if not spilled:
-        return part
-    other, _ = _place_pass(items, index, plan, attempts, "shift")
-
-    def step_fs(placed: Pass) -> int:
-        return max(max(load.attention_fs, load.message_fs) for load in loads(replace(plan, passes=(placed,)), 0))
-
-    return min(part, other, key=step_fs)
-
-
-def _place_pass(items: list[Item], index: int, plan: Plan, attempts: int, spill: Spill) -> tuple[Pass, bool]:
-    """The pass, and whether some document fitted nowhere whole."""
+def _place_all(items: list[Item], plan: Plan, attempts: int, spill: Spill) -> tuple[Plan, bool]:
+    """`plan` with all items placed, and whether some document fitted nowhere whole."""
     topology, capacity, cost = plan.topology, plan.capacity, plan.cost
     devices = topology.devices_per_node
 
@@ -118,14 +85,12 @@ def _place_pass(items: list[Item], index: int, plan: Plan, attempts: int, spill:
         return cost.ring_fs(item.length, 1, topology, inter=inter) if inter or cut else 0
 
     nodes = place(Level(topology.nodes, devices * capacity, cost, node_message_fs, attempts, spill), items)
-    assert nodes is not None, "with cuts, items fit whenever their sum fits"
     spilled = nodes.spilled
     local: list[tuple[int, ...]] = []
     shares: dict[int, list[tuple[int, int]]] = {}
     for node, held in enumerate(nodes.items):
         held.sort(key=lambda item: -item.tokens * (item.length + 1))
         found = place(Level(devices, capacity, cost, device_message_fs, attempts, spill), held)
-        assert found is not None, "with cuts, items fit whenever their sum fits"
         spilled |= found.spilled
         for device, mine in enumerate(found.items):
             rank = node * devices + device
@@ -136,7 +101,7 @@ def _place_pass(items: list[Item], index: int, plan: Plan, attempts: int, spill:
     rings: list[Ring] = [make_ring(document, sorted(parts), topology) for document, parts in shares.items()]
     # Inter-node rings first, so that the slowest messages are posted first; then by length and index on every rank.
     rings.sort(key=lambda ring: (ring.zone != "inter", -ring.length, ring.document))
-    return Pass(tuple(local), tuple(rings), index), spilled
+    return replace(plan, passes=(Pass(tuple(local), tuple(rings), 0),)), spilled
 
 
 def ring_over_all(
@@ -149,30 +114,23 @@ def ring_over_all(
 ) -> Plan:
     """Every document over every rank in zigzag order, pass-KV around one ring (TransformerEngine's `p2p`).
 
-    Documents fill passes in batch order, without the padding of TransformerEngine, which would only make this baseline
-    slower. With `exchange="all_gather"` every rank gathers all keys and values before it computes.
+    It has no padding, unlike TransformerEngine: padding would only make this baseline slower. With
+    `exchange="all_gather"` every rank gathers all keys and values before it computes.
 
     Raises:
         CapacityError, ValueError: see `partition`.
     """
     check_room(lengths, topology, capacity)
-
-    def empty_pass() -> tuple[list[list[int]], list[Ring]]:
-        return [[] for _ in range(topology.ranks)], []
-
-    passes, tokens = [empty_pass()], 0
+    local: list[list[int]] = [[] for _ in range(topology.ranks)]
+    rings, tokens = list[Ring](), 0
     for document, length in enumerate(lengths):
-        if tokens + length > topology.ranks * capacity:
-            passes.append(empty_pass())
-            tokens = 0
-        local, rings = passes[-1]
         if length == 1 or (length and topology.ranks == 1):
             local[tokens % topology.ranks].append(document)
         elif length:
             rings.append(even_ring(document, length, range(topology.ranks), tokens, topology))
         tokens += length
-    made = (Pass(tuple(map(tuple, local)), tuple(rings), index) for index, (local, rings) in enumerate(passes))
-    return Plan(exchange, tuple(lengths), topology, cost or CostModel(), capacity, tuple(made), exchange)
+    part = Pass(tuple(map(tuple, local)), tuple(rings), 0)
+    return Plan(exchange, tuple(lengths), topology, cost or CostModel(), capacity, (part,), exchange)
 
 
 METHODS: Mapping[str, Callable[..., Plan]] = MappingProxyType(

@@ -93,7 +93,7 @@ class Plan:
         method: name of the planner, a key of `partition.METHODS`.
         lengths: tokens of each document of the batch.
         topology, cost, capacity: arguments of the planner, see `partition`.
-        passes: in execution order.
+        passes: in execution order; `partition` and `ring_over_all` make one.
         exchange: how ring members obtain the keys and values of each other.
     """
 

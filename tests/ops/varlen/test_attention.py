@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_overlap.ops.varlen.pass_kv_pass_q import Shape
-from megatron_overlap.schedules.varlen import CostModel, Plan, Topology, partition
+from megatron_overlap.schedules.varlen import CostModel, Plan, Topology
 from megatron_overlap.schedules.varlen.ring_groups import Passing
 from scripts.bench.placements import METHODS
 from tests.helpers.world import World
@@ -133,7 +133,7 @@ def test_layers_share_their_transfers(world: World) -> None:
 
 
 def test_several_passes(world: World) -> None:
-    plan = partition([50, 30, 20, 10, 40, 9], Topology(1, 2), capacity=30, cost=SLOW_LINEAR)
+    plan = METHODS["hybrid"]([50, 30, 20, 10, 40, 9], Topology(1, 2), capacity=30, cost=SLOW_LINEAR)
     assert len(plan.passes) > 1
     world.run(2, workers.compare_with_reference, Case(plan))
 
