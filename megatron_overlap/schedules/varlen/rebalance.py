@@ -55,26 +55,12 @@ class Rebalance:
         return replace(self, before=self.after, after=self.before, moves=tuple(moves))
 
 
-def rebalance(tokens: Sequence[int], topology: Topology, target: Sequence[int] | None = None) -> Rebalance:
-    """The cheapest rebalancing to given numbers of tokens, or to numbers that differ by at most one.
+def rebalance(tokens: Sequence[int], topology: Topology) -> Rebalance:
+    """The cheapest rebalancing from the `tokens` of each rank to numbers that differ by at most one.
 
-    Args:
-        tokens: tokens of each rank, for example `Plan.tokens`.
-        target: tokens of each rank after the rebalancing, with the same sum. None makes them even. The ranks with one
-            token more are then chosen such that the fewest rows move.
-
-    Raises:
-        ValueError: the number of counts is not the number of ranks, or a count is negative.
+    The ranks with one token more are chosen such that the fewest rows move.
     """
-    if len(tokens) != topology.ranks:
-        raise ValueError(
-            f"tokens: {len(tokens)} counts: the topology has {topology.ranks} ranks; give one count per rank"
-        )
-    if min(tokens) < 0:
-        raise ValueError(f"tokens: {min(tokens)}: a rank cannot hold fewer than 0 tokens")
-    if target is None:
-        target = _even_targets(tokens, topology)
-    assert sum(target) == sum(tokens)
+    target = _even_targets(tokens, topology)
     in_place = [min(held, goal) for held, goal in zip(tokens, target, strict=True)]
     surplus = [held - keep for held, keep in zip(tokens, in_place, strict=True)]
     need = [goal - keep for goal, keep in zip(target, in_place, strict=True)]
@@ -108,7 +94,7 @@ def rebalance_to_linear(plan: Plan, index: int = 0) -> Rebalance:
         both_fs = cost.ring_fs(2 * move.rows, 2, direct, inter=topology.is_inter(move.source, move.to))
         message_fs[move.source] += both_fs
         message_fs[move.to] += both_fs
-    return even if saved_fs > max(message_fs) else rebalance(tokens, topology, tokens)
+    return even if saved_fs > max(message_fs) else Rebalance(even.before, even.before, ())
 
 
 def linear_layout(plan: Plan, index: int = 0) -> tuple[tuple[Piece, ...], ...]:

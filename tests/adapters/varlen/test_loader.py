@@ -87,12 +87,14 @@ def test_documents_that_do_not_fit_a_micro_batch(lengths: list[int], tokens: int
 
 
 def test_rebalanced_pieces_equal_the_moved_rows() -> None:
-    topology = Topology(2, 2)
+    topology = Topology(1, 3)
     plan = partition(HEAVY_TAILED[:20], topology, capacity=sum(HEAVY_TAILED[:20]))
-    pieces = [list(plan.pieces(0, rank)) for rank in range(4)]
+    # The last rank holds one piece and receives rows from both others.
+    pieces = [list(plan.pieces(0, 0)), list(plan.pieces(0, 1)), list(plan.pieces(0, 2))[-1:]]
     before = [[(p.document, at) for p in held for at in range(p.start, p.stop)] for held in pieces]
     counts = [len(rows) for rows in before]
-    moves = rebalance(counts, topology, [0, sum(counts) - 5, 5, 0])
+    moves = rebalance(counts, topology)
+    assert [(move.source, move.to, move.at > 0) for move in moves.moves] == [(0, 2, True), (1, 2, True)]
     after = [rows[: moves.after[rank]] + [None] * (moves.after[rank] - len(rows)) for rank, rows in enumerate(before)]
     for move in moves.moves:
         after[move.to][move.at : move.at + move.rows] = before[move.source][move.start : move.stop]

@@ -82,16 +82,6 @@ def test_even_and_least_cost(case: tuple[Topology, list[int]]) -> None:
 
 
 @settings(max_examples=40)
-@given(cases, st.data())
-def test_least_cost_to_a_given_layout(case: tuple[Topology, list[int]], data: st.DataObject) -> None:
-    topology, tokens = case
-    target = data.draw(st.permutations(tokens))
-    moves = rebalance(tokens, topology, target)
-    apply_moves(moves)
-    assert cost_of(moves, topology) == pytest.approx(least_cost(tokens, target, target, topology))
-
-
-@settings(max_examples=40)
 @given(cases)
 def test_the_inverse_restores_every_row(case: tuple[Topology, list[int]]) -> None:
     topology, tokens = case
@@ -127,14 +117,6 @@ def test_a_balanced_partition_moves_few_rows() -> None:
     plan = partition(sample("wlb", 4 << 20, 0), topology, capacity=72 << 10)
     inside, between = num_moved(rebalance(plan.tokens(0), topology), topology)
     assert inside + between < 0.03 * sum(plan.lengths)
-
-
-def test_invalid_arguments() -> None:
-    topology = Topology(1, 2)
-    with pytest.raises(ValueError, match="one count per rank"):
-        rebalance([1], topology)
-    with pytest.raises(ValueError, match="fewer than 0"):
-        rebalance([1, -1], topology)
 
 
 def test_rows_move_only_where_that_pays_off() -> None:
