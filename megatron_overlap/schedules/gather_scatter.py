@@ -37,7 +37,7 @@ def check_rank(num_ranks: int, rank: int) -> None:
 
 def _validate(num_ranks: int, rank: int, chunks_per_rank: int, pattern: str, split: str, slices_per_gemm: int) -> None:
     check_rank(num_ranks, rank)
-    check_positive(chunks_per_rank=chunks_per_rank, slices_per_gemm=slices_per_gemm)
+    check_positive(chunks_per_rank=chunks_per_rank)
     if slices_per_gemm > 1 and (chunks_per_rank > 1 or pattern != "direct"):
         raise ValueError(f"slices_per_gemm: {slices_per_gemm}: needs pattern direct and chunks_per_rank 1")
     if pattern not in ("ring", "direct", "serial"):
@@ -298,17 +298,10 @@ def _runs(num_ranks: int, rank: int, part: int, num_parts: int) -> tuple[list[Ru
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Placement of the ranks of a group: `per_node` consecutive ranks on each of `num_nodes` hosts.
-
-    Raises:
-        ValueError: a count is below one.
-    """
+    """Placement of the ranks of a group: `per_node` consecutive ranks on each of `num_nodes` hosts."""
 
     num_nodes: int
     per_node: int
-
-    def __post_init__(self) -> None:
-        check_positive(num_nodes=self.num_nodes, per_node=self.per_node)
 
     @classmethod
     def of(cls, hosts: Sequence[str]) -> Self:

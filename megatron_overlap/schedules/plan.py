@@ -56,11 +56,6 @@ class _Layout:
     chunks_per_rank: int = 1
     _rows: dict[Chunk, tuple[int, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 0:
-            raise ValueError(f"num_rows: {self.num_rows}: must not be negative")
-        check_positive(num_ranks=self.num_ranks, chunks_per_rank=self.chunks_per_rank)
-
     def rows(self, chunk: Chunk) -> tuple[int, int]:
         """Return the start and stop row of `chunk`."""
         found = self._rows.get(chunk)
@@ -84,9 +79,6 @@ class ChunkLayout(_Layout):
     Shard `owner` is a contiguous run of rows, in rank order, as in Megatron's sequence parallelism. A shard is cut into
     `chunks_per_rank` contiguous parts with the sizes of `part_weights`. If an equal division leaves a remainder, the
     first pieces are one row longer. A piece may be empty: sender and receiver both compute this and skip the message.
-
-    Raises:
-        ValueError: a count is below one, or `num_rows` is negative.
     """
 
     small: Small | None = None
@@ -122,15 +114,11 @@ class PartLayout(_Layout):
 
     Attributes:
         longest: rows of the longest chunk, by part.
-
-    Raises:
-        ValueError: a count is below one, or `num_rows` is negative.
     """
 
     longest: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _Layout.__post_init__(self)
         longest = tuple(self.num_chunk_rows(Chunk(0, part)) for part in range(self.chunks_per_rank))
         object.__setattr__(self, "longest", longest)
 

@@ -8,7 +8,7 @@ Source: Flux (arXiv 2406.06858), tile order by rank; own rows last as in Flash-O
 
 from typing import NamedTuple
 
-from megatron_overlap.schedules.plan import Chunk, ChunkLayout, check_positive
+from megatron_overlap.schedules.plan import Chunk, ChunkLayout
 
 
 class RowTile(NamedTuple):
@@ -47,11 +47,7 @@ def departure_order(layout: ChunkLayout, rank: int) -> list[Chunk]:
 
 
 def row_tiles(layout: ChunkLayout, rank: int, order: list[Chunk], block_rows: int) -> list[RowTile]:
-    """Return the row tiles of all chunks in `order`. An empty chunk has no row tile.
-
-    A tile has at most `block_rows` rows, which is at least 1.
-    """
-    check_positive(block_rows=block_rows)
+    """Return the row tiles, of at most `block_rows` rows, of all chunks in `order`. An empty chunk has no row tile."""
     tiles = []
     for chunk in order:
         start, stop = layout.rows(chunk)

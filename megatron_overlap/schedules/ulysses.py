@@ -16,7 +16,7 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Literal, NamedTuple, Self
 
 from megatron_overlap.schedules.gather_scatter import check_rank
-from megatron_overlap.schedules.plan import Chunk, Message, _cut, check_positive
+from megatron_overlap.schedules.plan import Chunk, Message, _cut
 
 MAX_CALLS = 16
 """Most calls of NCCL for the first group of heads. The messages of a call arrive together."""
@@ -260,7 +260,6 @@ def ulysses_plan(
         ValueError: an argument is out of range.
     """
     check_rank(num_ranks, rank)
-    check_positive(num_groups=num_groups, num_runs=num_runs)
     if pattern not in ("direct", "serial"):
         raise ValueError(f"pattern: {pattern}: use direct or serial")
     # The own heads come last: they need no message.

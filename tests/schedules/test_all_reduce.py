@@ -181,9 +181,3 @@ def test_any_size_is_proved(num_ranks: int, num_parts: int, split: str, gathers:
 def test_invalid_arguments_name_the_argument(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         all_reduce_plan(**{"num_ranks": 2, "rank": 0, **options})
-
-
-@pytest.mark.parametrize(("num_rows", "num_ranks", "num_parts"), [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_invalid_layouts_raise(num_rows: int, num_ranks: int, num_parts: int) -> None:
-    with pytest.raises(ValueError, match="must"):
-        PartLayout(num_rows, num_ranks, num_parts)

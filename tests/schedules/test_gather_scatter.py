@@ -210,9 +210,6 @@ def test_a_gather_ends_and_a_scatter_starts_with_a_small_part() -> None:
     ("field", "call"),
     [
         ("num_ranks", lambda: all_gather_plan(65, 0)),
-        ("num_ranks", lambda: ChunkLayout(4, 0)),
-        ("num_rows", lambda: ChunkLayout(-1, 2)),
-        ("chunks_per_rank", lambda: ChunkLayout(4, 2, 0)),
         ("rank", lambda: reduce_scatter_plan(4, 4)),
         ("chunks_per_rank", lambda: reduce_scatter_plan(4, 0, chunks_per_rank=0)),
         ("pattern", lambda: all_gather_plan(4, 0, pattern="tree")),  # type: ignore[arg-type]

@@ -71,5 +71,3 @@ def test_hosts_by_name() -> None:
         Nodes.of(["a", "a", "b"])
     with pytest.raises(ValueError, match="ranks of a host are not consecutive"):
         Nodes.of(["a", "b", "a", "b"])
-    with pytest.raises(ValueError, match="per_node: 0: must be at least 1"):
-        Nodes(2, 0)

@@ -46,9 +46,3 @@ def test_at_any_time_ranks_write_to_different_owners() -> None:
     layout = ChunkLayout(64, 8)
     for step in range(8):
         assert len({departure_order(layout, rank)[step].owner for rank in range(8)}) == 8
-
-
-def test_block_rows_must_be_positive() -> None:
-    layout = ChunkLayout(4, 2)
-    with pytest.raises(ValueError, match="block_rows: 0: must be at least 1"):
-        row_tiles(layout, 0, arrival_order(layout, 0), 0)

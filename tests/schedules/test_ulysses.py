@@ -170,8 +170,6 @@ def test_groups_are_runs_of_heads_where_they_can_be() -> None:
     [
         ("num_ranks", lambda: ulysses_plan(65, 0)),
         ("rank", lambda: ulysses_plan(4, 4)),
-        ("num_groups", lambda: ulysses_plan(4, 0, num_groups=0)),
-        ("num_runs", lambda: ulysses_plan(4, 0, num_runs=0)),
         ("pattern", lambda: ulysses_plan(4, 0, pattern="ring")),  # type: ignore[arg-type]
         ("num_heads", lambda: HeadLayout(6, 6, 4)),
         ("num_kv_heads", lambda: HeadLayout(8, 3, 4)),
