@@ -13,7 +13,7 @@ one round in one call, so a rank makes at most as many calls as there are hops o
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -76,16 +76,11 @@ class Route(NamedTuple):
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """Builds the messages that carry rows of `row_bytes` bytes from rank to rank.
-
-    A transfer uses at most `max_nics` NICs of a node; None is all.
-    """
+    """Builds the messages that carry rows of `row_bytes` bytes from rank to rank."""
 
     topology: Topology
     row_bytes: int
-    max_nics: int | None = None
     _messages: list[Message] = field(default_factory=list)
-    _paths: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def route(self, source: int, to: int, rows: int) -> Route:
         """The route of `rows` rows: direct inside a node, and where routing is not modelled to be faster."""
@@ -94,11 +89,9 @@ class MessageBuilder:
         direct = Route(((source, to),), latency_us + num_bytes / gbps / 1e3)
         if not topology.is_inter(source, to) or not topology.routing:
             return direct
-        if (source, to) not in self._paths:
-            self._paths[source, to] = _paths_over_nics(source, to, self.max_nics, topology)
-        paths = self._paths[source, to]
+        paths = _paths_over_nics(source, to, topology)
         routed_us = _routed_us(num_bytes, len(paths), topology)
-        return Route(paths, routed_us) if routed_us < direct.modelled_us and len(paths) > 1 else direct
+        return Route(paths, routed_us) if routed_us < direct.modelled_us else direct
 
     def transfer(
         self,
@@ -148,15 +141,15 @@ def _routed_us(num_bytes: int, nics: int, topology: Topology) -> float:
     return local_us + topology.inter_latency_us + num_bytes / nics / topology.inter_gbps / 1e3 + local_us
 
 
-def _paths_over_nics(source: int, to: int, most: int | None, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The ranks that each share passes over `most` NICs; None is all."""
+@lru_cache(maxsize=1024)
+def _paths_over_nics(source: int, to: int, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """The ranks that each share passes, one share per NIC."""
     # NICs with an adjacent device: a device can send only through these.
     usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
     # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both
     # nodes, because rail-optimised switches connect these.
     own, paths = usable.index(topology.nic_of(source)), []
-    for number in range(len(usable) if most is None else min(most, len(usable))):
-        nic = usable[(own + number) % len(usable)]
+    for nic in usable[own:] + usable[:own]:
         proxies = _proxy_of(nic, source, topology), _proxy_of(nic, to, topology)
         # A proxy may be the source or the destination itself.
         paths.append(tuple(dict.fromkeys((source, *proxies, to))))

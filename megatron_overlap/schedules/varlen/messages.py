@@ -9,7 +9,7 @@ through proxy ranks.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from megatron_overlap.schedules.varlen.message_order import Message, MessageBuil
 from megatron_overlap.schedules.varlen.plan import Plan
 from megatron_overlap.schedules.varlen.rebalance import Rebalance
 from megatron_overlap.schedules.varlen.ring_groups import Passing, Payload, RingGroup, payloads, ring_groups
-from megatron_overlap.schedules.varlen.topology import Topology
 
 
 class RingStep(NamedTuple):
@@ -144,31 +143,15 @@ _recent_traffic: deque[Traffic] = deque(maxlen=4)
 
 @lru_cache(maxsize=16)
 def _messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
-    topology, groups = plan.topology, ring_groups(plan.passes[index])
     found = []
-    for ring_group in groups:
-        max_nics = _max_nics(ring_group, groups, topology)
+    for ring_group in ring_groups(plan.passes[index]):
         sent = payloads(ring_group, traffic.passing)
         collected = None
         if traffic.result_bytes:
-            collected = _collect(sent, ring_group.ranks, MessageBuilder(topology, traffic.result_bytes, max_nics))
-        distributed = _distribute(sent, ring_group.ranks, MessageBuilder(topology, traffic.payload_bytes, max_nics))
+            collected = _collect(sent, ring_group.ranks, MessageBuilder(plan.topology, traffic.result_bytes))
+        distributed = _distribute(sent, ring_group.ranks, MessageBuilder(plan.topology, traffic.payload_bytes))
         found.append(RingMessages(ring_group, sent, distributed, collected))
     return tuple(found)
-
-
-def _max_nics(ring_group: RingGroup, groups: Sequence[RingGroup], topology: Topology) -> int | None:
-    """NICs of a node that a ring group may use. Inter-node groups share them in proportion to their tokens."""
-    if ring_group.zone != "inter":
-        return None
-
-    def tokens(some: Iterable[RingGroup]) -> int:
-        return sum(ring.length for each in some for ring in each.rings)
-
-    inter = [(each, set(map(topology.node_of, each.ranks))) for each in groups if each.zone == "inter"]
-    nodes = set(map(topology.node_of, ring_group.ranks))
-    busiest = max(tokens(each for each, used in inter if node in used) for node in nodes)
-    return max(1, (2 * topology.nics_per_node * tokens([ring_group]) + busiest) // (2 * busiest)) if busiest else None
 
 
 def _distribute(sent: Sequence[Payload], ranks: Sequence[int], builder: MessageBuilder) -> MessagePlan:

@@ -96,24 +96,6 @@ def test_routes_use_proxies_and_nics_of_both_nodes() -> None:
     assert proof.routed > 0
 
 
-@pytest.mark.parametrize(
-    ("other_length", "routed"),
-    [
-        pytest.param(64, [False, False], id="equal groups share the NICs"),
-        pytest.param(8, [True, False], id="the larger group uses both NICs"),
-    ],
-)
-def test_ring_groups_share_nics_by_their_tokens(other_length: int, routed: list[bool]) -> None:
-    topology = Topology(2, 2, 2, **SLOW)
-    shares = [(rank, 16) for rank in range(4)], [(1, other_length // 2), (3, other_length // 2)]
-    rings = tuple(make_ring(document, parts, topology) for document, parts in enumerate(shares))
-    plan = partition([64, other_length], topology, capacity=64)
-    plan = replace(plan, passes=(replace(plan.passes[0], local=((),) * 4, rings=rings),))
-    groups = messages_of(plan, 0, Traffic("kv", 1000, 2000))
-    check_messages(groups, topology.ranks)
-    assert [any(not message.is_final for message in group.distribute.messages) for group in groups] == routed
-
-
 def test_precompute_uses_the_traffic_of_earlier_plans() -> None:
     traffic = Traffic("kv", 12, 34)
     first, second = (partition([length], Topology(1, 2), capacity=64) for length in (64, 66))

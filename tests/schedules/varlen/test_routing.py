@@ -14,8 +14,8 @@ from megatron_overlap.schedules.varlen.message_order import MessageBuilder, Rout
 FAST_INSIDE = Topology(2, 8, 8, intra_gbps=360, inter_gbps=48)
 
 
-def plan_route(source: int, to: int, num_bytes: int, topology: Topology, max_nics: int | None = None) -> Route:
-    return MessageBuilder(topology, 1, max_nics).route(source, to, num_bytes)
+def plan_route(source: int, to: int, num_bytes: int, topology: Topology) -> Route:
+    return MessageBuilder(topology, 1).route(source, to, num_bytes)
 
 
 def check_paths(route: Route, source: int, to: int, topology: Topology) -> None:
@@ -38,18 +38,17 @@ def check_paths(route: Route, source: int, to: int, topology: Topology) -> None:
     nics=st.integers(1, 8),
     num_bytes=st.integers(0, 700),
     inter_gbps=st.floats(1e-6, 1e-3),
-    max_nics=st.none() | st.integers(1, 9),
     data=st.data(),
 )
 def test_each_path_leads_to_the_destination(
-    nodes: int, devices: int, nics: int, num_bytes: int, inter_gbps: float, max_nics: int | None, data: st.DataObject
+    nodes: int, devices: int, nics: int, num_bytes: int, inter_gbps: float, data: st.DataObject
 ) -> None:
     topology = Topology(nodes, devices, nics, inter_gbps=inter_gbps)
     ranks = st.integers(0, topology.ranks - 1)
     source, to = data.draw(ranks), data.draw(ranks)
-    route = plan_route(source, to, num_bytes, topology, max_nics=max_nics)
+    route = plan_route(source, to, num_bytes, topology)
     check_paths(route, source, to, topology)
-    assert len(route.paths) <= (max_nics or nics)
+    assert len(route.paths) <= nics
     direct = plan_route(source, to, num_bytes, replace(topology, routing=False))
     assert direct.paths == ((source, to),)
     assert route.modelled_us <= direct.modelled_us
@@ -79,8 +78,3 @@ def test_direct_with_one_nic_inside_a_node_or_without_routing() -> None:
         (Topology(2, 8, 8, routing=False), 12),
     ):
         assert plan_route(1, to, 100_000_000, topology).paths == ((1, to),)
-
-
-def test_max_nics_is_respected() -> None:
-    assert len(plan_route(0, 8, 100_000_000, FAST_INSIDE, max_nics=4).paths) == 4
-    assert plan_route(0, 8, 100_000_000, FAST_INSIDE, max_nics=1).paths == ((0, 8),)
