@@ -85,14 +85,10 @@ def place(level: Level, items: Sequence[Item]) -> Placement:
                 break
         return best
 
-    spill: Spill | None = None
-    best = most_even(spill)
-    if best is None:
-        spill = level.spill
-        best = most_even(spill)
+    best = most_even(None) or most_even(level.spill)
     assert best is not None, "with cuts, items fit whenever their sum fits"
     if max(best.message_fs) > max(best.attention_fs):
-        other = most_even(spill, hidden_only=True)
+        other = most_even(level.spill if best.spilled else None, hidden_only=True)
         if other is not None and other.evenness(linear_fs) > best.evenness(linear_fs):
             best = other
     return best

@@ -116,33 +116,18 @@ class Traffic:
     result_bytes: int
 
 
-def messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
-    """The messages of every ring group in pass `index`, of all ranks; the same on every rank.
-
-    Cached, because every layer of a model makes the same call.
-    """
-    if traffic in _recent_traffic:
-        _recent_traffic.remove(traffic)
-    _recent_traffic.append(traffic)
-    return _messages_of(plan, index, traffic)
-
-
-def precompute(plan: Plan) -> None:
-    """Computes and caches the messages of `plan` for the traffic of recent `messages_of` calls.
-
-    A data loader calls it on its thread, because rings of many ranks take a while.
-    """
-    for traffic in list(_recent_traffic):
-        for index in range(len(plan.passes)):
-            _messages_of(plan, index, traffic)
-
-
 # Forward and backward of layers of two shapes.
 _recent_traffic: deque[Traffic] = deque(maxlen=4)
 
 
 @lru_cache(maxsize=16)
-def _messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
+def messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages, ...]:
+    """The messages of every ring group in pass `index`, of all ranks; the same on every rank.
+
+    Cached, because every layer of a model makes the same call.
+    """
+    if traffic not in _recent_traffic:
+        _recent_traffic.append(traffic)
     found = []
     for ring_group in ring_groups(plan.passes[index]):
         sent = payloads(ring_group, traffic.passing)
@@ -152,6 +137,16 @@ def _messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages
         distributed = _distribute(sent, ring_group.ranks, MessageBuilder(plan.topology, traffic.payload_bytes))
         found.append(RingMessages(ring_group, sent, distributed, collected))
     return tuple(found)
+
+
+def precompute(plan: Plan) -> None:
+    """Computes and caches the messages of `plan` for the traffic of recent `messages_of` calls.
+
+    A data loader calls it on its thread, because rings of many ranks take a while.
+    """
+    for traffic in list(_recent_traffic):
+        for index in range(len(plan.passes)):
+            messages_of(plan, index, traffic)
 
 
 def _distribute(sent: Sequence[Payload], ranks: Sequence[int], builder: MessageBuilder) -> MessagePlan:

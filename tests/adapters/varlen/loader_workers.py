@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_overlap.adapters.varlen.loader import Batch, DocumentLoader, LoaderThread
 from megatron_overlap.comm.host_group import HostGroup
 from megatron_overlap.schedules.varlen import CostModel, Topology, partition
-from megatron_overlap.schedules.varlen.messages import Traffic, _messages_of, messages_of
+from megatron_overlap.schedules.varlen.messages import Traffic, messages_of
 from megatron_overlap.schedules.varlen.partition import ring_over_all
 from megatron_overlap.schedules.varlen.rebalance import linear_layout
 
@@ -102,8 +102,8 @@ def messages_computed_late(group: dist.ProcessGroup, lengths: Sequence[int], tok
     for _ in range(count):
         batch = next(loader)
         thread.executor.submit(int).result()  # the loader has prepared the next micro-batch
-        misses = _messages_of.cache_info().misses
+        misses = messages_of.cache_info().misses
         messages_of(batch.plan, 0, Traffic("kv", 12, 34))
-        found.append(_messages_of.cache_info().misses - misses)
+        found.append(messages_of.cache_info().misses - misses)
     thread.close()
     return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_overlap.schedules.varlen import Plan, Topology, partition
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
-from megatron_overlap.schedules.varlen.messages import RingMessages, Traffic, _messages_of, messages_of, precompute
+from megatron_overlap.schedules.varlen.messages import RingMessages, Traffic, messages_of, precompute
 from megatron_overlap.schedules.varlen.partition import METHODS
 from megatron_overlap.schedules.varlen.plan import Ring, make_ring
 from megatron_overlap.schedules.varlen.ring_groups import Passing, blocks, chunks_at
@@ -101,9 +101,9 @@ def test_precompute_uses_the_traffic_of_earlier_plans() -> None:
     first, second = (partition([length], Topology(1, 2), capacity=64) for length in (64, 66))
     messages_of(first, 0, traffic)
     precompute(second)
-    misses = _messages_of.cache_info().misses
+    misses = messages_of.cache_info().misses
     messages_of(second, 0, traffic)
-    assert _messages_of.cache_info().misses == misses
+    assert messages_of.cache_info().misses == misses
 
 
 def test_a_full_ring_group_sends_a_quarter_less_than_an_all_gather() -> None:
