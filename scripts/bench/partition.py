@@ -14,7 +14,7 @@ import time
 from document_lengths import DISTRIBUTIONS, sample
 from placements import METHODS
 
-from megatron_overlap.schedules.varlen import Balance, Topology, balance, partition
+from megatron_overlap.schedules.varlen import Plan, Topology, balance, partition
 
 HYBRID_TOKENS = 8192  # the longest share of a document that a rank takes under hybrid context parallelism
 
@@ -28,18 +28,25 @@ def table(methods: list[str], seeds: int, tokens: int, topology: Topology, capac
         for method in methods:
             room = HYBRID_TOKENS if method == "hybrid" else capacity
             try:
-                results = [balance(METHODS[method](batch, topology, capacity=room, cost=None)) for batch in batches]
+                plans = [METHODS[method](batch, topology, capacity=room, cost=None) for batch in batches]
             except ValueError as error:
                 print(f"| {name} | {method} | {error} |")
                 continue
-            print(f"| {name} | {method} | {_line(results)} |")
+            print(f"| {name} | {method} | {_line(plans)} |")
 
 
-def _line(results: list[Balance]) -> str:
+def _line(plans: list[Plan]) -> str:
+    results = list(map(balance, plans))
     worst = [min(getattr(result, field) for result in results) for field in ("attention", "compute", "tokens")]
     over = statistics.median(result.step_us / result.lower_bound_us for result in results)
-    passes = [result.passes for result in results]
+    passes = [most_passes(plan) for plan in plans]
     return " | ".join([*(f"{value:.3f}" for value in worst), f"{over:.2f}", f"{min(passes)}-{max(passes)}"])
+
+
+def most_passes(plan: Plan) -> int:
+    """Largest number of passes in which a rank has tokens."""
+    counts = [plan.tokens(index) for index in range(len(plan.passes))]
+    return max(sum(map(bool, of_rank)) for of_rank in zip(*counts, strict=True))
 
 
 def speed(documents: int, topology: Topology, repeats: int) -> None:

@@ -149,7 +149,6 @@ class Balance:
         step_us: sum over stages of the largest step time. The step time of a rank is the longer of its attention and
             its messages, or their sum where the plan uses an all-gather.
         message_us: sum over stages of the largest message time.
-        passes: largest number of non-empty passes of a rank.
     """
 
     attention: float
@@ -159,7 +158,6 @@ class Balance:
     attention_us: float
     step_us: float
     message_us: float
-    passes: int
 
 
 def loads(plan: Plan, index: int) -> list[Load]:
@@ -180,7 +178,7 @@ def loads(plan: Plan, index: int) -> list[Load]:
 def balance(plan: Plan) -> Balance:
     """The balance and the modelled times of a plan."""
     ranks, linear = plan.topology.ranks, plan.cost.linear_fs
-    peaks, sums, busy_passes = [0] * 5, [0] * 5, [0] * ranks
+    peaks, sums = [0] * 5, [0] * 5
     # A ring overlaps its messages with attention. An all-gather completes before attention starts.
     both = max if plan.exchange == "ring" else operator.add
     for _, group in groupby(range(len(plan.passes)), key=lambda index: plan.passes[index].stage):
@@ -190,7 +188,6 @@ def balance(plan: Plan) -> Balance:
                 attention[rank] += load.attention_fs
                 message[rank] += load.message_fs
                 tokens[rank] += load.tokens
-                busy_passes[rank] += load.tokens > 0
         compute = [a + linear * t for a, t in zip(attention, tokens, strict=True)]
         step = list(map(both, attention, message))
         for number, values in enumerate((attention, compute, tokens, step, message)):
@@ -205,33 +202,30 @@ def balance(plan: Plan) -> Balance:
         attention_us=peaks[0] / FS_PER_US,
         step_us=peaks[3] / FS_PER_US,
         message_us=peaks[4] / FS_PER_US,
-        passes=max(busy_passes),
     )
 
 
 def describe(plan: Plan, *, ranks: int = 16) -> str:
-    """The plan as text: balance, zones, and the first `ranks` ranks of every pass."""
-    result, topology = balance(plan), plan.topology
+    """A plan of one pass as text: balance, zones, and the first `ranks` ranks."""
+    result, topology, table, (part,) = balance(plan), plan.topology, loads(plan, 0), plan.passes
     lines = [
         f"{plan.method}: {len(plan.lengths)} documents, {sum(plan.lengths)} tokens on {topology.ranks} ranks "
-        f"({topology.nodes} x {topology.devices_per_node}), at most {plan.capacity} tokens per rank and pass",
+        f"({topology.nodes} x {topology.devices_per_node}), at most {plan.capacity} tokens per rank",
         f"attention {result.attention_us:.0f} us modelled, lower bound {result.lower_bound_us:.0f} us; balance "
         f"{result.attention:.3f}, with linear layers {result.compute:.3f}, of tokens {result.tokens:.3f}; "
-        f"messages {result.message_us:.0f} us; at most {result.passes} passes per rank",
+        f"messages {result.message_us:.0f} us",
+        _describe_zones(part),
     ]
-    for index, part in enumerate(plan.passes):
-        lines.append(f"pass {index} (stage {part.stage}): {_describe_zones(part)}")
-        table = loads(plan, index)
-        for rank, load in enumerate(table[:ranks]):
-            member = [ring for ring in part.rings if rank in ring.ranks]
-            cut = ", ".join(f"{ring.document}/{len(ring.ranks)}" for ring in member[:6])
-            more = f" and {len(member) - 6} more" if len(member) > 6 else ""
-            lines.append(
-                f"  rank {rank}: {load.tokens} tokens, attention {load.attention_fs / FS_PER_US:.0f} us, "
-                f"{len(part.local[rank])} whole documents" + (f", rings (document/ranks) {cut}{more}" if member else "")
-            )
-        if len(table) > ranks:
-            lines.append(f"  ... {len(table) - ranks} more ranks")
+    for rank, load in enumerate(table[:ranks]):
+        member = [ring for ring in part.rings if rank in ring.ranks]
+        cut = ", ".join(f"{ring.document}/{len(ring.ranks)}" for ring in member[:6])
+        more = f" and {len(member) - 6} more" if len(member) > 6 else ""
+        lines.append(
+            f"  rank {rank}: {load.tokens} tokens, attention {load.attention_fs / FS_PER_US:.0f} us, "
+            f"{len(part.local[rank])} whole documents" + (f", rings (document/ranks) {cut}{more}" if member else "")
+        )
+    if len(table) > ranks:
+        lines.append(f"  ... {len(table) - ranks} more ranks")
     return "\n".join(lines)
 
 

