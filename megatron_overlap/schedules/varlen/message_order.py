@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 from megatron_overlap.schedules.varlen.topology import Topology
 
+type Paths = tuple[tuple[int, ...], ...]
+"""For each share of a transfer the ranks that it passes, from the source to the destination."""
+
 
 class Message(NamedTuple):
     """Rows `start` to `stop` of the payload with index `payload`, sent from rank `source` to rank `to`.
@@ -61,19 +64,6 @@ class MessagePlan:
         return self._of_ranks.get(rank, ())
 
 
-class Route(NamedTuple):
-    """The route of one transfer.
-
-    Attributes:
-        paths: for each NIC the ranks that its share passes, from the source to the destination. A direct transfer has
-            one path of two ranks.
-        modelled_us: modelled time.
-    """
-
-    paths: tuple[tuple[int, ...], ...]
-    modelled_us: float
-
-
 @dataclass(slots=True)
 class MessageBuilder:
     """Builds the messages that carry rows of `row_bytes` bytes from rank to rank."""
@@ -82,16 +72,15 @@ class MessageBuilder:
     row_bytes: int
     _messages: list[Message] = field(default_factory=list)
 
-    def route(self, source: int, to: int, rows: int) -> Route:
-        """The route of `rows` rows: direct inside a node, and where routing is not modelled to be faster."""
+    def paths(self, source: int, to: int, rows: int) -> Paths:
+        """The paths of `rows` rows: without proxies inside a node, and where routing is not modelled to be faster."""
         topology, num_bytes = self.topology, rows * self.row_bytes
-        gbps, latency_us = topology.link(source, to)
-        direct = Route(((source, to),), latency_us + num_bytes / gbps / 1e3)
-        if not topology.is_inter(source, to) or not topology.routing:
-            return direct
-        paths = _paths_over_nics(source, to, topology)
-        routed_us = _routed_us(num_bytes, len(paths), topology)
-        return Route(paths, routed_us) if routed_us < direct.modelled_us else direct
+        if topology.routing and topology.is_inter(source, to):
+            paths = _paths_over_nics(source, to, topology)
+            direct_us = topology.inter_latency_us + num_bytes / topology.inter_gbps / 1e3
+            if _routed_us(num_bytes, len(paths), topology) < direct_us:
+                return paths
+        return ((source, to),)
 
     def transfer(
         self,
@@ -113,7 +102,7 @@ class MessageBuilder:
             needs: indices of the messages that `source` receives before it computes the rows.
         """
         first, num_rows, arrive = rows[0], rows[1] - rows[0], list[int]()
-        paths = self.route(source, to, num_rows).paths
+        paths = self.paths(source, to, num_rows)
         bounds = [first + num_rows * share // len(paths) for share in range(len(paths) + 1)]
         for path, (start, stop) in zip(paths, pairwise(bounds), strict=True):
             if start == stop:
@@ -142,8 +131,8 @@ def _routed_us(num_bytes: int, nics: int, topology: Topology) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _paths_over_nics(source: int, to: int, topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """The ranks that each share passes, one share per NIC."""
+def _paths_over_nics(source: int, to: int, topology: Topology) -> Paths:
+    """The paths of the shares of a routed transfer, one share per NIC."""
     # NICs with an adjacent device: a device can send only through these.
     usable = sorted({topology.nic_of(rank) for rank in range(topology.devices_per_node)})
     # The NIC next to the source comes first: it needs no dispatch. A path uses the NIC of the same number on both

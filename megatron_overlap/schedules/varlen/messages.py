@@ -140,13 +140,12 @@ def messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages,
 
 
 def precompute(plan: Plan) -> None:
-    """Computes and caches the messages of `plan` for the traffic of recent `messages_of` calls.
+    """Computes and caches the messages of a plan of one pass for the traffic of recent `messages_of` calls.
 
     A data loader calls it on its thread, because rings of many ranks take a while.
     """
     for traffic in list(_recent_traffic):
-        for index in range(len(plan.passes)):
-            messages_of(plan, index, traffic)
+        messages_of(plan, 0, traffic)
 
 
 def _distribute(sent: Sequence[Payload], ranks: Sequence[int], builder: MessageBuilder) -> MessagePlan:

@@ -3,10 +3,9 @@
 `METHODS` also has the placements that it is compared with, in the same plan format: one engine executes them all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 
 from megatron_overlap.schedules.varlen.bin_packing import Item, Level, Spill, place
 from megatron_overlap.schedules.varlen.plan import Exchange, Pass, Plan, Ring, loads, make_ring
@@ -133,9 +132,11 @@ def ring_over_all(
     return Plan(exchange, tuple(lengths), topology, cost or CostModel(), capacity, (part,), exchange)
 
 
-METHODS: Mapping[str, Callable[..., Plan]] = MappingProxyType(
-    {"balanced": partition, "ring": ring_over_all, "all_gather": partial(ring_over_all, exchange="all_gather")}
-)
+METHODS: dict[str, Callable[..., Plan]] = {
+    "balanced": partition,
+    "ring": ring_over_all,
+    "all_gather": partial(ring_over_all, exchange="all_gather"),
+}
 
 
 def even_ring(document: int, length: int, ranks: Sequence[int], first: int, topology: Topology) -> Ring:

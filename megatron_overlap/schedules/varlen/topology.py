@@ -51,12 +51,6 @@ class Topology:
         """Whether two ranks are on different nodes."""
         return self.node_of(source) != self.node_of(to)
 
-    def link(self, source: int, to: int) -> tuple[float, float]:
-        """Bandwidth in GB/s and latency in microseconds of the link between two ranks."""
-        if self.is_inter(source, to):
-            return self.inter_gbps, self.inter_latency_us
-        return self.intra_gbps, self.intra_latency_us
-
     def nic_of(self, rank: int) -> int:
         """The NIC, numbered within its node, that is adjacent to a rank."""
         return rank % self.devices_per_node * self.nics_per_node // self.devices_per_node

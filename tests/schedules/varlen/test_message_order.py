@@ -52,7 +52,8 @@ def duration_us(plan: MessagePlan, topology: Topology, row_bytes: int) -> float:
         starts = {rank: called[rank] + CALL_US for each in messages for rank in (each.source, each.to)}
         for message in messages:
             inter = topology.is_inter(message.source, message.to)
-            gbps, latency_us = topology.link(message.source, message.to)
+            between = topology.inter_gbps, topology.inter_latency_us
+            gbps, latency_us = between if inter else (topology.intra_gbps, topology.intra_latency_us)
             ports = (message.source, inter, "out"), (message.to, inter, "in")
             start = max(starts[message.source], starts[message.to], *(free[port] for port in ports))
             end = start + (message.stop - message.start) * row_bytes / gbps / 1e3
