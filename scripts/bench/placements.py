@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_overlap.schedules.varlen.partition import METHODS as OWN_METHODS
-from megatron_overlap.schedules.varlen.partition import CapacityError, check_lengths, even_ring
+from megatron_overlap.schedules.varlen.partition import CapacityError, even_ring
 from megatron_overlap.schedules.varlen.plan import Pass, Plan
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
@@ -22,9 +22,7 @@ def packing(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: 
 
     Raises:
         CapacityError: a document is longer than the capacity of a rank.
-        ValueError: see `partition`.
     """
-    check_lengths(lengths, capacity)
     longest = max(lengths, default=0)
     if longest > capacity:
         raise CapacityError(
@@ -57,9 +55,8 @@ def hybrid(lengths: Sequence[int], topology: Topology, *, capacity: int, cost: C
 
     Raises:
         CapacityError: a document is longer than all ranks hold in a pass.
-        ValueError: see `partition`; or the number of ranks is not a power of two.
+        ValueError: the number of ranks is not a power of two.
     """
-    check_lengths(lengths, capacity)
     longest, room = max(lengths, default=0), topology.ranks * capacity
     if longest > room:
         raise CapacityError(f"lengths: document {lengths.index(longest)} has {longest} tokens, all ranks hold {room}")

@@ -4,7 +4,7 @@ Source: Zeppelin (arXiv 2509.21841).
 """
 
 from megatron_overlap.schedules.varlen.partition import CapacityError, partition
-from megatron_overlap.schedules.varlen.plan import Balance, Plan, Zone, balance, describe
+from megatron_overlap.schedules.varlen.plan import Plan, Zone, balance, describe
 from megatron_overlap.schedules.varlen.topology import CostModel, Topology
 
-__all__ = ["Balance", "CapacityError", "CostModel", "Plan", "Topology", "Zone", "balance", "describe", "partition"]
+__all__ = ["CapacityError", "CostModel", "Plan", "Topology", "Zone", "balance", "describe", "partition"]

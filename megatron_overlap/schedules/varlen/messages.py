@@ -3,9 +3,6 @@
 A payload goes from its owner to its receivers, one after the other (`_distribute`). In backward the receivers compute
 results for the owner: partial gradients. A result follows the payload from receiver to receiver, each of which adds its
 own, and ends at the owner (`_collect`).
-
-A transfer between nodes may use several NICs (`schedules.varlen.message_order`): its rows are cut into shares that go
-through proxy ranks.
 """
 
 from collections import Counter, defaultdict, deque

@@ -38,7 +38,7 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
         ValueError: a length is negative, or the capacity is below one token.
     """
     cost = cost or CostModel()
-    check_room(lengths, topology, capacity)
+    _check(lengths, topology, capacity)
     items = [Item(n, n, document, cost.share_fs(n, n)) for document, n in enumerate(lengths) if n]
     items.sort(key=lambda item: item.tokens, reverse=True)
     attempts = max(_FEWEST_ATTEMPTS, min(_MOST_ATTEMPTS, _BUDGET // (len(items) + 1)))
@@ -51,18 +51,14 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     return min(found, other, key=lambda each: max(max(load.attention_fs, load.message_fs) for load in loads(each, 0)))
 
 
-def check_lengths(lengths: Sequence[int], capacity: int) -> None:
-    """Raises the `ValueError` of `partition`, which is that of every planner."""
+def _check(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
+    """Raises the errors of `partition`."""
     if capacity < 1:
         raise ValueError(f"capacity: {capacity}: give at least 1 token")
     shortest = min(lengths, default=0)
     if shortest < 0:
         raise ValueError(f"lengths: {shortest}: document {lengths.index(shortest)} cannot have fewer than 0 tokens")
 
-
-def check_room(lengths: Sequence[int], topology: Topology, capacity: int) -> None:
-    """Raises the errors of `partition`, which are those of every planner of this package."""
-    check_lengths(lengths, capacity)
     total, room = sum(lengths), topology.ranks * capacity
     if total > room:
         raise CapacityError(
@@ -119,7 +115,7 @@ def ring_over_all(
     Raises:
         CapacityError, ValueError: see `partition`.
     """
-    check_room(lengths, topology, capacity)
+    _check(lengths, topology, capacity)
     local: list[list[int]] = [[] for _ in range(topology.ranks)]
     rings, tokens = list[Ring](), 0
     for document, length in enumerate(lengths):

@@ -1,7 +1,4 @@
-"""A partition as data: which tokens of which document are on which rank, in which pass, in which ring. Immutable.
-
-`balance` and `describe` give its cost: load of every rank, balance and lower bound, as numbers and as text.
-"""
+"""A partition as data: which tokens of which document are on which rank, in which pass, in which ring; and its cost."""
 
 import operator
 from collections import Counter
