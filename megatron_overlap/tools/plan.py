@@ -23,9 +23,9 @@ def plan(
     ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch. Default: 8.")] = None,
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes. Default: 1.")] = None,
     nics: Annotated[int, Option(min=1, help="Network cards per node.")] = 1,
-    capacity: Annotated[int | None, Option(min=1, help="Largest number of tokens of a rank in one pass.")] = None,
+    capacity: Annotated[int | None, Option(min=1, help="Largest number of tokens of a rank.")] = None,
     method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",
-    show: Annotated[int, Option(min=0, help="Number of ranks listed for each pass.")] = 16,
+    show: Annotated[int, Option(min=0, help="Number of ranks listed.")] = 16,
 ) -> int:
     """Show which rank gets which documents of a batch: rings, loads and balance."""
     if config:
@@ -41,7 +41,7 @@ def plan(
     share = -(-sum(batch) // ranks)
     topology = Topology(nodes, ranks // nodes, min(nics, ranks // nodes))
     try:
-        # Without --capacity, a rank holds up to 1/16 more than its share of one pass.
+        # Without --capacity, a rank holds up to 1/16 more than its share.
         result = METHODS[method](batch, topology, capacity=capacity or max(1, share + share // 16), cost=None)
     except ValueError as error:
         name, value, remedy = str(error).split(": ", 2)
