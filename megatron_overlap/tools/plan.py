@@ -56,13 +56,13 @@ def read_lengths(path: Path) -> list[int]:
     The text files of a folder, at any depth, are documents with one token per byte, in the order of their paths. Raises
     ConfigError if the folder or file cannot be read or has no documents, or a line is not a length.
     """
-    if path.is_dir():
-        kinds = (".py", ".txt", ".rst", ".md")
-        files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
-        if not files:
-            raise usage_error(_LENGTHS, path, f"no {', '.join(kinds)} files in this folder")
-        return [file.stat().st_size for file in files]
     try:
+        if path.is_dir():
+            kinds = (".py", ".txt", ".rst", ".md")
+            files = sorted(file for file in path.rglob("*") if file.suffix in kinds and file.is_file())
+            if not files:
+                raise usage_error(_LENGTHS, path, f"no {', '.join(kinds)} files in this folder")
+            return [file.stat().st_size for file in files]
         lines = list(map(str.strip, path.read_text(encoding="utf-8").splitlines()))
     except OSError as error:
         remedy = f"{error.strerror}; give a file or a folder that can be read"

@@ -58,6 +58,7 @@ def test_ranks_come_from_the_config(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([], "plan: missing: give LENGTHS"),
         (["--lengths", DOCS, "--ranks", "6", "--nodes", "4"], "plan --ranks: 6: give a multiple of the 4 nodes"),
         (["--lengths", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--lengths", 300 * "a"], "File name too long"),
         (["--lengths", DOCS, "--capacity", "2"], "raise capacity to"),
         (["--lengths", f"{DOCS}/images/fused_kernels.png"], "fused_kernels.png: is not UTF-8 text"),
         (["--lengths", DOCS, "nowhere.yaml"], "nowhere.yaml"),

@@ -56,7 +56,8 @@ class ScriptRun:
         try:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
-            raise usage_error("options", " ".join(argv[1:]), str(error)) from error
+            what, _, detail = error.message.partition(": ")
+            raise usage_error(error.argument_name or "options", what if detail else None, detail or what) from error
         self._overlap, self._launch = OverlapConfig(), LaunchSection()
         if flags.overlap_config is not None:
             self._overlap, self._launch = load_overlap_file(flags.overlap_config)

@@ -1,7 +1,6 @@
 """The picture of a comparison: step times, speedups, and losses."""
 
 import io
-import textwrap
 from typing import Any, Literal
 
 import matplotlib as mpl
@@ -86,7 +85,7 @@ def _speedups(axes: Any, result: Comparison) -> None:
     margin = max(0.22 * (high - low), 0.015)
     axes.set_ylim(low - (margin if low < 1 else margin / 3), high + margin)
     axes.set_xlim(-0.6, len(bars) - 0.4)
-    axes.set_xticks(range(len(bars)), [textwrap.fill(name, 14) for name, *_ in bars], fontsize=8.5)
+    axes.set_xticks(range(len(bars)), [_two_lines(name) for name, *_ in bars], fontsize=8.5)
 
 
 def _training(axes: Any, result: Comparison) -> None:
@@ -144,3 +143,12 @@ def style_axes(axes: Any, title: str, x_label: str = "") -> None:
 
 def _color(place: int) -> str:
     return COLORS[place % len(COLORS)]
+
+
+def _two_lines(name: str) -> str:
+    """A long name in two lines, split at its middle underscore or dash."""
+    breaks = [index for index, letter in enumerate(name) if letter in "_-"]
+    if len(name) < 16 or not breaks:
+        return name
+    middle = min(breaks, key=lambda index: abs(index - len(name) / 2))
+    return f"{name[: middle + 1]}\n{name[middle + 1 :]}"
