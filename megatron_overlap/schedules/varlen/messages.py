@@ -123,7 +123,7 @@ def messages_of(plan: Plan, index: int, traffic: Traffic) -> tuple[RingMessages,
 
     Cached, because every layer of a model makes the same call.
     """
-    if traffic not in _recent_traffic:
+    if traffic not in tuple(_recent_traffic):  # a copy: another thread may append while elements are compared
         _recent_traffic.append(traffic)
     found = []
     for ring_group in ring_groups(plan.passes[index]):

@@ -119,6 +119,21 @@ def test_nccl_over_nodes_has_no_deadlock(monkeypatch: pytest.MonkeyPatch, seed: 
             makespan(devices, GPU, connections=connections)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("passing", ["kv", "q"])
+@pytest.mark.parametrize("topology", [Topology(2, 3, 3), Topology(3, 2, 2), Topology(4, 2, 2)], ids=lambda of: of.nodes)
+def test_several_rings_through_proxies_have_no_deadlock(
+    monkeypatch: pytest.MonkeyPatch, topology: Topology, passing: Passing
+) -> None:
+    plan = one_pass([40000, 40000, 2000, 9000, 40000, 20000], topology)
+    groups = messages_of(plan, 0, Traffic(passing, 4096, 8192))
+    routed = [any(not message.is_final for message in group.distribute.messages) for group in groups]
+    assert sum(routed) >= 2
+    for devices in record(plan, passing, linear=False, transports=nccl_over_nodes(monkeypatch)):
+        for connections in (1, None):
+            makespan(devices, GPU, connections=connections)
+
+
 class Proxied(NamedTuple):
     """A forward and a backward whose ranks share messages between nodes, and how they marked their results ready."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_overlap.schedules.varlen import Plan, Topology, partition
+from megatron_overlap.schedules.varlen import Plan, Topology, messages, partition
 from megatron_overlap.schedules.varlen.message_order import MessagePlan
 from megatron_overlap.schedules.varlen.messages import RingMessages, Traffic, messages_of, precompute
 from megatron_overlap.schedules.varlen.partition import METHODS
@@ -148,3 +149,20 @@ def test_damaged_messages_are_caught(passing: Passing) -> None:
     ):
         with pytest.raises(ScheduleError):
             check_messages((case,), ranks)
+
+
+def test_two_threads_may_add_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data loader plans messages on its thread while a layer asks for its own."""
+
+    @dataclass(frozen=True)
+    class Interrupted(Traffic):
+        """The comparison with it lets another thread run, which appends."""
+
+        def __eq__(self, other: object) -> bool:
+            messages._recent_traffic.append(Traffic("kv", 1, 1))
+            return False
+
+    traffic = [Interrupted("kv", size, 0) for size in (1, 2)]
+    monkeypatch.setattr(messages, "_recent_traffic", deque(traffic, maxlen=4))
+    messages_of(partition([9], Topology(1, 2), capacity=8), 0, Traffic("kv", 77, 0))
+    assert Traffic("kv", 77, 0) in tuple(messages._recent_traffic)
