@@ -103,6 +103,22 @@ def test_what_the_queue_of_sends_runs(device: str) -> None:
         assert found == expected
 
 
+def test_a_flag_is_set_before_the_wait_of_the_next_message() -> None:
+    """Also where both are one call of the driver: the receiver may need the message to free the next buffer."""
+    transport, rows, chunk = CopyTransport(RecordedBackend(0, 3, {}, "cuda")), torch.zeros(4, 64), Chunk(0, 0)
+    received = transport.buffer_pool.take("received", (4, 64), rows, symmetric=True).split(2)
+    transport.begin(
+        [
+            Transfer(Message(chunk, to, chunk, to), part, into, lands=into)
+            for to, part, into in zip((1, 2), rows.split(2), received, strict=True)
+        ],
+        "two messages",
+    )
+    queue: Any = transport.queues.sending
+    found = [kind for step in queue.steps for kind in ("clears", "writes", "sets") if getattr(step, kind)]
+    assert found == ["clears", "writes", "sets"] * 2
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_calls_in_another_order_enqueue_steps_of_their_own(seed: int) -> None:
     """The steps of an operation do not depend on the orders of earlier operations. Exchanges of one call only, too."""
