@@ -19,6 +19,8 @@ from megatron_overlap.config.errors import ConfigError
 from megatron_overlap.config.resources import shipped_config
 
 Tree = dict[str, Any]
+SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml, if present, as in OmegaConf: it accepts tabs, and is ten times faster."""
 
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+|\d[\d_]*(:[0-5]?\d)+\.[\d_]*)")
 """Numbers with a leading zero or a colon, which YAML reads in base 8 and 60."""
@@ -133,7 +135,7 @@ def _read(path: Path, named_in: str | None) -> Tree:
 
 def _parse(file: str, text: str) -> Tree:
     try:
-        loaded = OmegaConf.load(StringIO(text))
+        loaded, others = OmegaConf.load(StringIO(text)), _in_other_base(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
         if mark is None:
@@ -145,7 +147,7 @@ def _parse(file: str, text: str) -> Tree:
         raise ConfigError(file, "(file)", text, MAPPING) from error
     except (OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(file, "(file)", str(error), "write nested keys with plain values") from error
-    for line, shown in _in_other_base(text):
+    for line, shown in others:
         raise ConfigError(file, f"line {line}", shown, _QUOTE)
     tree = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(tree, dict):
@@ -156,12 +158,17 @@ def _parse(file: str, text: str) -> Tree:
     return {str(key): value for key, value in tree.items()}
 
 
-def _in_other_base(text: str) -> Iterator[tuple[int, str]]:
-    """The line and text of the plain values that YAML reads as numbers in another base than 10."""
-    for event in yaml.parse(text):
-        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OTHER_BASE.fullmatch(event.value):
-            assert event.start_mark is not None
-            yield event.start_mark.line + 1, event.value
+def _in_other_base(text: str) -> list[tuple[int, str]]:
+    """The line and text of the plain values that YAML reads as numbers in another base than 10.
+
+    Raises `yaml.YAMLError` if the parser of OmegaConf accepts more, as libyaml accepts tabs.
+    """
+    return [
+        (event.start_mark.line + 1, event.value)
+        for event in yaml.parse(text, SafeLoader)
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and _OTHER_BASE.fullmatch(event.value)
+        if event.start_mark is not None
+    ]
 
 
 def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator[Layer]:
@@ -175,9 +182,10 @@ def _parse_override(source: str, text: str, sections: Sequence[str]) -> Iterator
         raise ConfigError(source, key, value, "overrides cannot set base; set it in a file")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+        others = _in_other_base(value)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(source, key, value, "is not a valid YAML value; quote it") from error
-    for _, shown in _in_other_base(value):
+    for _, shown in others:
         raise ConfigError(source, key, shown, _QUOTE)
     assert isinstance(parsed, dict)
     for name in sections if ".*." in key else ("",):

@@ -13,12 +13,10 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from megatron_overlap.config.errors import ConfigError
+from megatron_overlap.config.merge import SafeLoader
 from megatron_overlap.config.resources import resource_folder
 from megatron_overlap.config.section import Section
 from megatron_overlap.patching.source import Definition, SourceTree, Target, definitions, megatron_release
-
-_SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The parser of libyaml is ten times faster, and every training process reads all files."""
 
 TargetName = Annotated[str, AfterValidator(lambda text: str(Target.parse(text)))]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -150,7 +148,7 @@ def load_manifests(folder: Path | None = None) -> tuple[Manifest, ...]:
 
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _SafeLoader)
+        content = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(str(path), "(file)", error, "write a readable YAML file") from error
     if not isinstance(content, dict):

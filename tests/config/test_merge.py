@@ -44,6 +44,13 @@ def test_one_base_twice_is_no_cycle(tmp_path: Path) -> None:
     assert load_launch_config(write(tmp_path, "base: [a.yaml, b.yaml]\n")).train.seed == 3
 
 
+def test_tabs_before_values_and_comments(tmp_path: Path) -> None:
+    """YAML permits them, and libyaml reads them."""
+    write(tmp_path, RIGHT, "root.yaml")
+    file = write(tmp_path, "base: root.yaml\ntrain:\n  lr:\t0.5\t# constant\n")
+    assert load_launch_config(file).train.lr == 0.5
+
+
 def test_a_cycle_names_the_files(tmp_path: Path) -> None:
     write(tmp_path, "base: b.yaml\n", "a.yaml")
     file = write(tmp_path, "base: a.yaml\n", "b.yaml")
