@@ -66,7 +66,7 @@ CAPTURED = pytest.mark.parametrize(
 
 @CAPTURED
 def test_a_captured_graph_joins_all_queues(size: int, pattern: str, chunks: int, ops: list[str]) -> None:
-    """CUDA refuses a graph in which a stream does not join the captured stream at the end."""
+    """At the end of a capture the capturing stream waits for all other streams; otherwise CUDA refuses the graph."""
     recorded = record(size, ops, rows=chunks, pattern=pattern, chunks=chunks, captured=True)
     assert [backend.unjoined() for backend in recorded.backends] == [[]] * size
 

@@ -56,7 +56,7 @@ class _Block:
         normed: torch.Tensor = self.norm(x)
         if "layer_norm_weight" not in self.column._parameters:
             return normed
-        # They run again with `column`.
+        # The hooks run again when `column` does.
         run_pre_hooks(self.column, normed, "set overlap.tensor.split to none")
         return norm_of(self.column)(normed)
 

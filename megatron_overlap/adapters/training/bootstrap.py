@@ -56,7 +56,7 @@ class ScriptRun:
         try:
             flags, _ = add_overlap_arguments(parser).parse_known_args(argv[1:])
         except argparse.ArgumentError as error:
-            what, _, detail = error.message.partition(": ")
+            what, _, detail = error.message.partition(": ")  # such as "invalid choice: 'tpu' (choose from ...)"
             raise usage_error(error.argument_name or "options", what if detail else None, detail or what) from error
         self._overlap, self._launch = OverlapConfig(), LaunchSection()
         if flags.overlap_config is not None:
