@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 
@@ -11,6 +12,10 @@ from tests.helpers.world import World
 
 RANKS = 2
 """Ranks of most tests. Four ranks on two cores take three times as long; `tests/ops` tests operations on up to four."""
+
+needs_training = pytest.mark.skipif(
+    version("megatron-core") < "0.17", reason="the wheel of megatron-core 0.16 has no megatron.training"
+)
 
 
 def _started(size: int, *, te: bool = False) -> Iterator[World]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.conftest import RANKS
+from tests.adapters.conftest import RANKS, needs_training
 from tests.adapters.diagnostics import reference_check_workers as cases
 from tests.helpers.world import World, assert_same
 
@@ -107,6 +107,7 @@ def test_a_rank_with_another_config_is_named_everywhere(ranks: World, other: dic
         assert told in text
 
 
+@needs_training
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
@@ -124,6 +125,7 @@ def test_a_config_that_fits_no_rank_is_refused(ranks: World, sizes: tuple[int | 
     assert ranks.run(RANKS, cases.under_arguments, *sizes) == [told] * RANKS
 
 
+@needs_training
 def test_groups_that_are_made_again_wrap_the_step_once(ranks: World) -> None:
     assert ranks.run(RANKS, cases.made_again) == [(1, True)] * RANKS
 
