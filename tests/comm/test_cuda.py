@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -223,7 +224,7 @@ class StubBackend(cuda.CudaBackend):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("device"))
         group: Any = SimpleNamespace(rank=0, size=2, ranks=range(2), group="g", barrier=partial(waited.append, "ranks"))
-        group.all_gather_text = texts
+        group.all_gather_text, group.all_gather, group.store = texts, lambda values: [values], dist.HashStore()
         super().__init__(group)
 
 
@@ -316,6 +317,31 @@ def test_ranks_of_one_of_several_hosts_meet_under_their_registered_name(monkeypa
     backend._host_group.group, backend._name = None, "megatron_overlap/1"
     backend.map(64)
     assert names == ["megatron_overlap/1"]
+
+
+def test_ranks_count_the_same_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch names the keys of one by the number of those of the process. The peer has had three more, in other groups.
+
+    Source: github.com/pytorch/pytorch/issues/196082.
+    """
+    arenas_on_the_host(monkeypatch)
+    backend, before, met = StubBackend(monkeypatch), cuda.CudaBackend.num_rendezvous, list[tuple[str, int]]()
+    sizes: dict[str, int] = {}
+
+    def rendezvous(arena: torch.Tensor, name: str) -> SimpleNamespace:
+        met.append((name, sizes.get(name, 2)))
+        return SimpleNamespace(get_buffer=lambda peer, shape, dtype: arena)
+
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(_symmetric_memory._SymmetricMemory, "rendezvous", rendezvous, raising=False)
+    set_group_info = lambda name, rank, size, store: sizes.update({name: size})  # noqa: E731
+    monkeypatch.setattr(_symmetric_memory._SymmetricMemory, "set_group_info", set_group_info, raising=False)
+    backend._host_group.all_gather = lambda values: [list(values), [before + 3]]  # type: ignore[method-assign]
+    for _ in range(2):
+        backend.map(64)
+    assert [size for _, size in met] == [1, 1, 1, 2, 2]
+    assert len({name for name, _ in met}) == 4
+    assert cuda.CudaBackend.num_rendezvous == before + 5
 
 
 @pytest.mark.parametrize(("limit_s", "expected"), [(None, 40.0), (7.0, 7.0)])

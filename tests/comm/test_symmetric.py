@@ -111,7 +111,7 @@ def register_name(group: dist.ProcessGroup) -> tuple[str, list[int], tuple[int, 
     host_group.barrier()
     assert host_group.group is None
     assert (host_group.rank, host_group.size) == (rank % 2, 2)
-    name, group_of_host = _register_group(host_group)
+    name, group_of_host = _register_group(host_group.store, host_group.rank, host_group.size)
     # torch's rendezvous takes the ranks of a name from here.
     resolved = dist.distributed_c10d._resolve_process_group(name)
     assert resolved is group_of_host

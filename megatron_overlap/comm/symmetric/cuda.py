@@ -136,17 +136,17 @@ def _has_atomics(device: int, peer: int) -> bool:
     return value.value == 1
 
 
-def _register_group(host_group: HostGroup) -> tuple[str, dist.ProcessGroup]:
+def _register_group(store: dist.Store, rank: int, size: int) -> tuple[Any, dist.ProcessGroup]:
     """Register ranks under a name that torch's rendezvous resolves as long as the returned process group exists."""
     from torch.distributed import _symmetric_memory as symmetric
 
     # torch never removes a name, so each registration needs a new one.
-    if host_group.rank == 0:
-        host_group.store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
-    name: Any = host_group.store.get("name").decode()
-    group = dist.ProcessGroup(host_group.store, host_group.rank, host_group.size)
+    if rank == 0:
+        store.set("name", f"megatron_overlap/{uuid.uuid4().hex}")
+    name: Any = store.get("name").decode()
+    group = dist.ProcessGroup(store, rank, size)
     dist.distributed_c10d._register_process_group(name, group)
-    symmetric._SymmetricMemory.set_group_info(name, host_group.rank, host_group.size, host_group.store)
+    symmetric._SymmetricMemory.set_group_info(name, rank, size, store)
     return name, group
 
 
@@ -173,7 +173,12 @@ class CudaBackend:
 
     Args:
         host_group: ranks of one host. `open_backend` tests whether they reach each other's memory.
+
+    Attributes:
+        num_rendezvous: number of rendezvous of this process, in all groups.
     """
+
+    num_rendezvous = 0
 
     def __init__(self, host_group: HostGroup) -> None:
         self.rank, self.size = host_group.rank, host_group.size
@@ -186,7 +191,7 @@ class CudaBackend:
         # A process group or a name. Older releases of torch have no type for both.
         self._name: Any = host_group.group
         if host_group.group is None:
-            self._name, self._registered = _register_group(host_group)
+            self._name, self._registered = _register_group(host_group.store, host_group.rank, host_group.size)
         self._queues = [StreamQueue(None)]
         self.computing: Queue = self._queues[0]
         self.copying = self.queue()
@@ -221,8 +226,16 @@ class CudaBackend:
         reasons = list(filter(None, self._host_group.all_gather_text(reason)))
         if reasons:
             raise TransportError(f"symmetric memory, {num_bytes} bytes: {'; '.join(reasons)}")
+        # torch numbers the keys of a rendezvous by process: ranks with other numbers would wait for other keys. Each
+        # missing one is with this rank alone. Source: github.com/pytorch/pytorch/issues/196082.
+        counts = self._host_group.all_gather([CudaBackend.num_rendezvous])
         with _without_multicast():
+            for number in range(CudaBackend.num_rendezvous, max(counts)[0]):
+                store = dist.PrefixStore(f"alone/{self.rank}/{number}", self._host_group.store)
+                alone, _registered = _register_group(store, 0, 1)
+                symmetric._SymmetricMemory.rendezvous(arena, alone)
             handle = rendezvous(arena, self._name)
+        CudaBackend.num_rendezvous = max(counts)[0] + 1
         self._arenas[name] = arena, handle
         return [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(self.size)]
 
