@@ -173,6 +173,20 @@ def test_which_drivers_write_to_peers(monkeypatch: pytest.MonkeyPatch, version: 
     assert stream_queue._writes_reach_peers.__wrapped__() is reach
 
 
+def test_an_error_of_the_driver_has_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_error_string(status: int, text: Any) -> int:
+        text._obj.value = b"an illegal memory access was encountered" if status == 700 else None
+        return 0
+
+    library = SimpleNamespace(cuGetErrorString=get_error_string)
+    monkeypatch.setattr(stream_queue.ctypes, "CDLL", lambda name: library)
+    stream_queue.check_status("f", 0)
+    with pytest.raises(TransportError, match="^f: CUDA driver error 700: an illegal memory access was encountered$"):
+        stream_queue.check_status("f", 700)
+    with pytest.raises(TransportError, match="^f: CUDA driver error 12345: unknown$"):
+        stream_queue.check_status("f", 12345)
+
+
 def test_a_stream_notes_its_waits_and_no_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch)
     notes, words = torch.zeros(3, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)

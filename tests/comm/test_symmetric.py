@@ -133,11 +133,15 @@ def test_an_attempt_that_hangs_or_fails_returns_the_reason() -> None:
     def fails() -> str:
         raise RuntimeError("peer access is not supported\nat line 1")
 
+    def overlaps() -> str:
+        raise RuntimeError("rendezvous: detected allocations from overlapping devices from different ranks.")
+
     assert _with_deadline(lambda: threading.Event().wait(5) and "" or "", 0.05).startswith(
         "mapping the memory of peers did not finish within"
     )
     assert _with_deadline(fails, 5) == "RuntimeError: peer access is not supported"
     assert _with_deadline(lambda: dict[str, str]()["a group"], 5) == "KeyError: 'a group'"
+    assert _with_deadline(overlaps, 5).endswith("let each process see all GPUs of its host (CUDA_VISIBLE_DEVICES)")
     assert _with_deadline(lambda: "", 5) == ""
 
 

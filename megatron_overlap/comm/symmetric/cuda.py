@@ -95,7 +95,9 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
         try:
             return attempt()
         except Exception as error:
-            return f"{type(error).__name__}: {cause_of(error)}"
+            # torch compares the numbers of devices, and a process that sees one GPU has device 0.
+            remedy = "; let each process see all GPUs of its host (CUDA_VISIBLE_DEVICES)"
+            return f"{type(error).__name__}: {cause_of(error)}{remedy * ('overlapping devices' in str(error))}"
 
     text = within(run, deadline_s)
     return f"mapping the memory of peers did not finish within {deadline_s:g} s" if text is None else text

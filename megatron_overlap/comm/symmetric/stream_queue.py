@@ -251,4 +251,6 @@ def _ops(step: FlagStep) -> list[MemOp]:
 def check_status(function: str, status: int) -> None:
     """Raise a `TransportError` unless a function of the CUDA driver succeeded."""
     if status:
-        raise TransportError(f"{function}: CUDA driver error {status}")
+        text = ctypes.c_char_p()
+        ctypes.CDLL("libcuda.so.1").cuGetErrorString(status, ctypes.byref(text))
+        raise TransportError(f"{function}: CUDA driver error {status}: {(text.value or b'unknown').decode()}")
