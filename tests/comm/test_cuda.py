@@ -397,6 +397,17 @@ def opened_on(monkeypatch: pytest.MonkeyPatch, hosts: str) -> list[range]:
     return members
 
 
+def test_the_work_of_earlier_pipeline_stages_is_not_in_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    opened_on(monkeypatch, "aa")
+    monkeypatch.setattr(cuda, "local_unsupported_reason", str)
+    stream = SimpleNamespace(synchronize=lambda: done.append("own work"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(cuda, "first_unsupported_reason", lambda *args: done.append(args[3]) or "")
+    assert not isinstance(cuda.open_backend(SimpleNamespace(), timeout_s=7.0), str)  # type: ignore[arg-type]
+    assert done == ["own work", "local", "trial"]
+
+
 def test_copies_stay_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     members, group = opened_on(monkeypatch, "aabb"), SimpleNamespace()
     options, between = TransportOptions("copies", timeout_s=7.0), SimpleNamespace(rank=1, size=4)

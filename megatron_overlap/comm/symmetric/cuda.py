@@ -70,7 +70,11 @@ def open_backend(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = store_beside(group)
     timeout_s = timeout_s or timeout_of(group)
-    reason = first_unsupported_reason(store, rank, size, "local", local_unsupported_reason(), timeout_s)
+    reason = local_unsupported_reason()
+    if not reason:
+        # Its work may wait for earlier pipeline stages, and the trial waits for its work.
+        torch.cuda.current_stream().synchronize()
+    reason = first_unsupported_reason(store, rank, size, "local", reason, timeout_s)
     if reason:
         return reason
     store.set(f"host/{rank}", socket.gethostname())
