@@ -37,11 +37,11 @@ def draw(layout: Plan) -> bytes:
     for index in range(shown):
         _draw_tokens(axes[index][0], layout, index, ranks)
         _draw_load(axes[index][1], layout, index, ranks)
-    result = balance(layout)
+    result, passes = balance(layout), f"; {shown} of {len(layout.passes)} passes" if len(layout.passes) > 1 else ""
     figure.suptitle(
         f"{layout.method}: {len(layout.lengths)} documents, {sum(layout.lengths):,} tokens on "
         f"{layout.topology.ranks} ranks; attention balance {result.attention:.3f}, with linear layers "
-        f"{result.compute:.3f}; {len(layout.passes)} pass(es), {shown} drawn",
+        f"{result.compute:.3f}{passes}",
         fontsize=10.5,
         color=_INK,
         x=0.01,
@@ -86,7 +86,8 @@ def _draw_tokens(axes: Any, layout: Plan, index: int, ranks: int) -> None:
     axes.axvline(layout.capacity, color=_INK, lw=0.8, ls=":")
     axes.set_ylim(ranks - 0.4, -0.6)
     axes.set_ylabel("rank")
-    _style_axes(axes, f"Pass {index}: tokens held (dotted: capacity)", layout, ranks)
+    number = f", pass {index}" if len(layout.passes) > 1 else ""
+    _style_axes(axes, f"tokens held{number} (dotted: capacity)", layout, ranks)
 
 
 def _draw_load(axes: Any, layout: Plan, index: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Draws the figures of bench/varlen.py: the speedup of balanced attention over each method, batch by batch.
+"""Draws the figures of bench/varlen.py: the speedup of each method over the p2p ring, batch by batch.
 
 python scripts/bench/plot_varlen.py varlen.json --output varlen.png
 """
@@ -26,6 +26,17 @@ COLOURS = {
     "routing": "#c0392b",
     "remap": "#7e1d13",
 }
+LABELS = {
+    "ring": "p2p ring of all ranks",
+    "all_gather": "all-gather",
+    "ulysses": "Ulysses",
+    "hybrid": "Megatron-Core's hybrid schedule",
+    "packing": "packing: whole documents",
+    "partition": "balanced plan, one ring after another",
+    "engine": "balanced plan, all rings at once",
+    "routing": "the same with routing",
+    "remap": "the same with routing and rebalancing",
+}
 
 
 def main() -> None:
@@ -38,7 +49,7 @@ def main() -> None:
 
 
 def draw(result: dict[str, Any], output: Path) -> None:
-    """One panel for each scope and direction: p2p ring's time over each way's, in each batch."""
+    """One panel for each scope and direction: the ring's time over that of each method, in each batch."""
     rows = result["rows"]
     panels = sorted({(row["scope"], row["direction"]) for row in rows})
     figure, axes = plt.subplots(len(panels), 1, figsize=(11, 3.1 * len(panels)), squeeze=False)
@@ -49,7 +60,7 @@ def draw(result: dict[str, Any], output: Path) -> None:
         for number, name in enumerate(names):
             places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(mine))]
             values = [row["ms"]["ring"] / row["ms"][name] for row in mine]
-            axis.bar(places, values, width, color=COLOURS[name], label=name)
+            axis.bar(places, values, width, color=COLOURS[name], label=LABELS[name])
         if "roof" in mine[0]["ms"]:
             for place, row in enumerate(mine):
                 roof = row["ms"]["ring"] / row["ms"]["roof"]
@@ -62,18 +73,18 @@ def draw(result: dict[str, Any], output: Path) -> None:
         axis.grid(alpha=0.25, axis="y")
         labels = [f"{row['batch']} {row['seed']}\n{row['documents']} docs" for row in mine]
         axis.set_xticks(range(len(mine)), labels, fontsize=8)
-        axis.set_ylabel("times the p2p ring", fontsize=9)
+        axis.set_ylabel("speedup over the p2p ring", fontsize=9)
         axis.set_title(f"{panel[0]}, {panel[1].replace('_', ' + ')}", fontsize=10)
     handles, names = {}, []
     for axis in axes.flat:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     names = list(handles)
-    figure.legend(handles.values(), names, loc="lower center", ncols=5, fontsize=8, frameon=False)
+    figure.legend(handles.values(), names, loc="lower center", ncols=4, fontsize=8, frameon=False)
     link, versions = result["link"], result["versions"]
     figure.suptitle(
-        f"{mine[0]['tokens']} tokens on 2 nodes of 2 ranks, CPUs, cards of {link['gbps']} and links inside of "
-        f"{link['intra_node_gbps']} Gbit/s. torch {versions['torch']}, {versions['processor']}",
+        f"{mine[0]['tokens']} tokens on 2 nodes of 2 ranks, CPUs, links of {link['gbps']} between nodes and "
+        f"{link['intra_node_gbps']} Gbit/s inside. torch {versions['torch']}, {versions['processor']}",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.55 / figure.get_figheight(), 1, 0.99))
