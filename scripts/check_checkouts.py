@@ -1,9 +1,9 @@
-"""Unmodified Megatron-LM checkouts, without a GPU: `pretrain_gpt.py` with the plugin on and off, TP2 with SP.
+"""Runs `pretrain_gpt.py` of unmodified Megatron-LM checkouts with and without the overlap, TP2 with SP, on CPU ranks.
 
     python scripts/check_checkouts.py ~/Megatron-LM-core_v0.16.1 ~/Megatron-LM-core_v0.19.0
     MEGATRON_LM_PATH=~/a:~/b python scripts/check_checkouts.py
 
-Each is run twice, 5 steps in fp32 on two CPU ranks: with `--overlap-config` asking for nothing and for the overlap.
+Each runs twice, 5 steps in fp32 on two CPU ranks: with every method of `--overlap-config` `none`, and overlapped.
 Loss and grad-norm of every step must be within 1e-5. Prints a table; exit code 1 where one differs or fails.
 """
 

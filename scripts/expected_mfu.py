@@ -1,4 +1,4 @@
-"""What the simulator expects of every config for GPUs: MFU on H100, in stock order and as configured.
+"""Prints the modelled MFU of every GPU config on H100, in stock order and as configured.
 
     python scripts/expected_mfu.py            # prints the MFU of every config
     python scripts/expected_mfu.py --write    # also writes the line `# Expected, modelled: ...` into the configs

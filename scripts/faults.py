@@ -1,11 +1,11 @@
-"""Injects faults into real processes that run the plugin's ops, and looks at what the others do about it.
+"""Injects a fault into one of four processes that run the plugin's operations, and checks how the others end.
 
     python scripts/faults.py --cases 200 --json docs/results/faults.json
 
-Each case is four processes on real connections. A fault happens to one of them while an op runs. Asked for: no process
-runs on beyond the deadline, no wrong result goes unnoticed, nothing is left behind, and survivors name who failed.
-Cases in which a link is cut or slowed run in network namespaces (docs/netlab.md), and are left out, by name, without
-the rights for them. `--training N` adds faults in real Megatron trainings, which take a minute each.
+The processes of a case communicate over real connections. The fault occurs while an operation runs. Criteria: no
+process exceeds the deadline, every wrong result is detected, no process or file remains, and the survivors name the
+failed rank. Cases that cut or slow a link need network namespaces (docs/netlab.md); without the rights they are skipped
+and listed. `--training N` adds faults in Megatron trainings, which take a minute each.
 """
 
 from __future__ import annotations
@@ -202,11 +202,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=220)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deadline", type=float, default=3.0, help="of one wait, seconds")
-    parser.add_argument("--kinds", default="", help="only these, separated by commas")
-    parser.add_argument("--loads", default=",".join((*LOADS, GENERATION)), help="what is computed, separated by commas")
-    parser.add_argument("--training", type=int, default=0, help="faults in Megatron trainings, besides")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after this time")
+    parser.add_argument("--deadline", type=float, default=3.0, help="deadline of a wait, in seconds")
+    parser.add_argument("--kinds", default="", help="kinds of faults, separated by commas; default: all")
+    parser.add_argument("--loads", default=",".join((*LOADS, GENERATION)), help="operations, separated by commas")
+    parser.add_argument("--training", type=int, default=0, help="number of further faults, in Megatron trainings")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kinds = options.kinds.split(",") if options.kinds else list(EXPECTED)

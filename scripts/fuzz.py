@@ -1,4 +1,4 @@
-"""Generated configs, command lines, op calls and trainings: whatever is asked for works, or is refused in one line.
+"""Generates configs, command lines, calls of operations and trainings: each works, or is refused with one line.
 
     python scripts/fuzz.py --configs 10000 --calls 2000 --seed 0
     python scripts/prepare_data.py --output data/stdlib

@@ -1,18 +1,18 @@
-"""A long training that is killed again and again, with the plugin on and off in turn, against one that nobody disturbs.
+"""Compares a long training that is killed and resumed, with the plugin on and off in turn, with an undisturbed one.
 
     python scripts/prepare_data.py --output data/stdlib
     python scripts/long_run.py --data data/stdlib --json docs/results/long_run.json --png docs/images/long_run.png
     python scripts/long_run.py --experts --kills 0 --json docs/results/long_run_experts.json
 
 A LLaMA on text, TP2 + SP x DP2 with the distributed optimizer, four CPU ranks, fp32. At random steps a random rank gets
-SIGKILL; the rest has to end, and the next launch goes on from the last checkpoint with the plugin switched. The
-yardstick is stock Megatron's own deviation between two layouts, that is, the same sums in another order: one rank
-alone, against stock in the layout above. Loss and grad-norm of the disturbed run may be off by 1e-5 and twice as much
-as that one has been up to the same step. Exit code 1 where they are off by more.
+SIGKILL; the other ranks must end, and the next launch resumes from the last checkpoint with the plugin switched on or
+off. The reference deviation is that of stock Megatron between two layouts, which add the same terms in another order:
+one rank, and the layout above. Loss and grad-norm of the disturbed run may deviate by 1e-5 plus twice the largest
+reference deviation up to the same step. Exit code 1 if they deviate more.
 
-`--experts` trains eight experts and a shared one, EP2 on two ranks, whose routing the training changes. The yardstick
-is then stock with one sequence per micro-batch: one rank alone draws other experts. Without kills the peak memory of a
-rank may grow after the first fifth of the steps by 8 MiB more than that of stock.
+`--experts` trains eight experts and a shared one, EP2 on two ranks; the training changes their routing. The reference
+is then stock with one sequence per micro-batch, because a single rank initialises other experts. Without kills the peak
+memory of a rank may grow after the first fifth of the steps by 8 MiB more than that of stock.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--experts", action="store_true", help="a mixture of experts on two ranks")
-    parser.add_argument("--seed", type=int, default=0, help="of when which rank is killed")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the steps and ranks that are killed")
     parser.add_argument("--runs", type=Path, default=Path("runs/long_run"), help="folder of the trainings; replaced")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--png", type=Path, help="draw it here")

@@ -1,4 +1,4 @@
-"""Runs Megatron's own unit tests on CPU ranks, without the plugin and with it: what passed must still pass.
+"""Runs Megatron's unit tests on CPU ranks, without and with the plugin: tests that pass without it must pass with it.
 
     python scripts/megatron_tests.py ~/Megatron-LM --json docs/results/megatron_tests.json
     MEGATRON_LM_PATH=~/Megatron-LM python scripts/megatron_tests.py --tests tests/unit_tests/tensor_parallel

@@ -1,4 +1,4 @@
-"""Changes one line of the program at a time, and looks whether the tests notice.
+"""Changes one line of the program at a time, and checks that a test fails.
 
     python scripts/mutants.py --json docs/results/mutants.json [--kind schedules] [--jobs 2]
 

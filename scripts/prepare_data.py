@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""A folder of text becomes token ids that Megatron reads: a BPE tokenizer, a .bin/.idx pair and a description.
+"""Makes Megatron's data from a folder of text: a BPE tokenizer, a .bin/.idx pair and a description.
 
     python scripts/prepare_data.py --output data/stdlib                # Python's own sources: on every machine
     python scripts/prepare_data.py my_texts --output data/my_texts --pattern '**/*.txt'
@@ -300,13 +300,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("input", nargs="?", type=Path, help="folder of text files; left out: as --stdlib")
+    parser.add_argument("input", nargs="?", type=Path, help="folder of text files; without it as --stdlib")
     parser.add_argument("--stdlib", action="store_true", help="use the sources of Python's standard library")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--pattern", default="**/*", help="which files of the folder (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="ids (default: %(default)s)")
+    parser.add_argument("--pattern", default="**/*", help="files of the folder (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="token ids (default: %(default)s)")
     parser.add_argument("--max-documents", type=int, help="use the first N documents")
-    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
+    parser.add_argument("--force", action="store_true", help="replace existing output")
     options = parser.parse_args(argv)
     if options.stdlib and options.input is not None:
         raise UsageError(f"command line: --stdlib and {options.input}: give one of them")

@@ -1,9 +1,9 @@
-"""Dry-run and rehearsal of every config for GPUs, without a GPU: one command before a cluster is booked.
+"""Runs the dry run and the rehearsal of every GPU config on a machine without a GPU.
 
     python scripts/rehearse_all.py                       # all of them, about half a minute each on two cores
     python scripts/rehearse_all.py llama3_8b_tp8 gpt3_13b_tp8 --precision fp32
 
-Prints a table in Markdown; exit code 1 where one is not proven. Configs that train on documents need the data that
+Prints a Markdown table. Exit code 1 if a config fails. Configs that train on documents need the data that
 `python scripts/prepare_data.py --output data/stdlib` makes.
 """
 
@@ -32,8 +32,8 @@ HEAD = "| config | dry-run | downscaled to | loss apart | grad-norm apart | call
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", help="folders of configs/gpu; none: every config for GPUs")
-    parser.add_argument("--precision", default=None, choices=("fp32", "bf16"), help="fp32 is the sharper rehearsal")
-    parser.add_argument("--ranks", type=int, default=None, help="ranks of a rehearsal, if not what suits the machine")
+    parser.add_argument("--precision", default=None, choices=("fp32", "bf16"), help="fp32 has the smaller bounds")
+    parser.add_argument("--ranks", type=int, default=None, help="ranks of a rehearsal; default: as many as fit")
     arguments = parser.parse_args(argv)
     names = arguments.configs or on_gpus()
     overrides = [] if arguments.precision is None else [f"train.precision={arguments.precision}"]

@@ -1,9 +1,9 @@
-"""Holds the simulator against published figures and prints every row, those that miss too.
+"""Compares the simulator with published measurements and prints every row, also those outside their bounds.
 
     python scripts/simulate_papers.py [--json FILE]
 
-One profile a machine and no parameter of one row. Rows whose own number went into a profile are marked: they test
-nothing. Everything in the column `model` is modelled.
+Each machine has one profile, and no parameter belongs to a single row. Rows whose published number is in a profile are
+marked: they do not test the model. Every number in the column `model` is modelled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Thousands of steps of every op at changing shapes: memory, file descriptors and threads have to stay what they were.
+"""Runs every operation for thousands of steps at changing shapes: memory, file descriptors and threads must not grow.
 
     python scripts/soak.py --steps 10000 --json docs/results/soak.json --png docs/images/soak.png
 
-Each step is forward and backward of one op, its sizes and types drawn anew. All ranks are watched: what is there after
-the first fifth of the steps, in which the persistent buffers get the largest sizes, must still be there at the end, and
-not more. Exit code 1 where it is more.
+Each step is forward and backward of one operation with random sizes and dtypes. The persistent buffers reach their
+largest sizes in the first fifth of the steps. Exit code 1 if a rank has more of a resource at the end than after them.
 
 torch itself keeps compiled bf16 kernels on the CPU, up to 1024 of each of two caches: a plain `x @ w` at as many shapes
-takes a gigabyte. Both caches are set small here, so that what is left is the plugin's.
+takes a gigabyte. This script makes both caches small, so that the remaining growth is the plugin's.
 """
 
 from __future__ import annotations

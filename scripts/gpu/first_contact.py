@@ -1,11 +1,11 @@
-"""Fused kernels on one GPU: are they right, how fast is the GEMM, and how much of a link's time is hidden.
+"""Checks and times copies and fused kernels on one GPU: results, GEMM rates, and the hidden share of link time.
 
     python scripts/gpu/first_contact.py --json first_contact.json       less than 10 minutes, needs only torch
     python scripts/gpu/first_contact.py --only gemm --json out.json   one part
     python scripts/gpu/first_contact.py --dry-run                     every line of it in the interpreter, no GPU
 
-Each part is a process of its own with a deadline. What it has measured is in the JSON file after every part, whatever
-happens to it: an error of the compiler, of memory or of an address, a deadlock, or the end of the run.
+Each part is a process of its own with a deadline. The JSON file is written after every part, also after a compiler
+error, a failed allocation, a wrong address or a deadlock.
 
 Ranks are virtual: R streams of one process, each with a part of the SMs, so that all blocks that wait are resident.
 Links: `P`, peers' shards in pinned host memory over PCIe, a real link off the SMs; `D`, device copies that the host
