@@ -23,7 +23,7 @@ def plan(
     ranks: Annotated[int | None, Option(min=1, help="Number of ranks that share the batch. Default: 8.")] = None,
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes. Default: 1.")] = None,
     nics: Annotated[int, Option(min=1, help="Network cards per node.")] = 1,
-    capacity: Annotated[int | None, Option(min=1, help="Largest number of tokens of a rank.")] = None,
+    capacity: Annotated[int | None, Option(min=1, help="Most tokens of a rank. Default: 17/16 of the mean.")] = None,
     method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.")] = "balanced",
     show: Annotated[int, Option(min=0, help="Number of ranks listed.")] = 16,
 ) -> int:
