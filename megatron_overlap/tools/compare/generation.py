@@ -103,7 +103,7 @@ def read_generation(run_dir: Path, config: LaunchConfig) -> GenerationRecord:
 
 
 def compare_generation(sides: Sequence[_Side], settings: Mapping[str, Any]) -> GenerationComparison:
-    """Compares every side with the first. All sides have the same workloads and number of rounds."""
+    """Compares each run with the first. All runs have the same workloads and number of rounds."""
     reference, meta = sides[0], sides[0].records[0].meta
     device = {"kind": meta["device"], "name": meta["device_name"], "world_size": meta["world_size"]}
     runs = []
