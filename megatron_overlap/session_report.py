@@ -90,8 +90,11 @@ class Report:
             },
         }
 
-    def render(self, width: int = 120) -> str:
-        """The report as plain text. Tables have at most `width` characters; other lines are not wrapped."""
+    def render(self, width: int = 120, *, at_start: bool = False) -> str:
+        """The report as plain text. Tables have at most `width` characters; other lines are not wrapped.
+
+        `at_start`: no call can have been made, so features without a call are not named.
+        """
         parts: list[RenderableType] = [self._headline()]
         if self.patches:
             parts.append(self._patch_table())
@@ -109,7 +112,7 @@ class Report:
         parts += [f"messages of {ranks}: {text}" for ranks, text in self.transports.items()]
         parts += self._symmetric_lines()
         parts += [f"not overlapped: {module}: {reason}" for module, reason in self.not_overlapped.items()]
-        if self.active:
+        if self.active and not at_start:
             parts += [f"not overlapped: overlap.{feature}: no call on this rank" for feature in self._unused()]
         console = Console(width=width, color_system=None, force_terminal=False)
         with console.capture() as capture:

@@ -73,6 +73,20 @@ def test_a_log_without_utf_8_ends_no_training(tmp_path: Path) -> None:
     assert "trained" in done.stdout.splitlines()
 
 
+def test_only_the_report_at_the_end_names_features_without_a_call(tmp_path: Path) -> None:
+    """At the start the line would read as if the plugin had refused the feature."""
+    script, config = tmp_path / "script.py", tmp_path / "overlap.yaml"
+    script.write_text("print('trained')\n")
+    config.write_text("tensor: {method: p2p}\n")
+    argv = [str(script), "--overlap-device", "cpu", "--overlap-config", str(config)]
+    (done,) = start_ranks(1, argv, timeout_s=60)
+    assert done.returncode == 0, done.stdout
+    start, end = done.stdout.split("trained")
+    assert "megatron_overlap is active" in start
+    assert "no call on this rank" not in start
+    assert "not overlapped: overlap.tensor: no call on this rank" in end
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

@@ -99,7 +99,7 @@ class ScriptRun:
         else:
             self._record(self._session, self._run_dir)
         if self._rank == 0:
-            print(self._session.report().render(), flush=True)
+            print(self._session.report().render(at_start=True), flush=True)
 
     def _record(self, session: Session, run_dir: Path) -> None:
         from megatron_overlap.adapters.training.train_step import StepRecorder
