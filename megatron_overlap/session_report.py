@@ -121,7 +121,8 @@ class Report:
 
     def _unused(self) -> list[str]:
         """The features whose method the config names, and that no call used."""
-        used, named = {site.feature for site in self.sites}, ("p2p", "fused", "balanced")
+        used = {site.feature for site in self.sites}
+        named = "p2p", "fused", "balanced", "ring", "all_gather"
         return [name for name, method in self.features.items() if method in named and name not in used]
 
     def _headline(self) -> str:

@@ -66,6 +66,9 @@ def test_a_feature_that_no_call_used_is_a_line() -> None:
     text = replace(EMPTY, active=True, features=features, sites=sites).render()
     assert "not overlapped: overlap.expert: no call on this rank" in text
     assert text.count("no call on this rank") == 1
+    for baseline in ("ring", "all_gather"):
+        text = replace(EMPTY, active=True, features={"varlen": baseline}).render()
+        assert "not overlapped: overlap.varlen: no call on this rank" in text
     sites[Site("expert", "4 experts", "experts", "forward")] = Tally()
     assert "no call on this rank" not in replace(EMPTY, active=True, features=features, sites=sites).render()
 
