@@ -196,16 +196,16 @@ class Reduction:
         return True
 
     def _sum(self, own: torch.Tensor, terms: torch.Tensor) -> None:
-        num_ranks = len(terms) + 1
-        if not self._owner.wide or own.element_size() >= 4:
+        num_ranks, in_fp32 = len(terms) + 1, own.element_size() >= 4
+        if own.is_cuda and (self._owner.wide or in_fp32):
+            own = own.unsqueeze(0)
+            add_terms(terms.unsqueeze(1), own, own, num_ranks if self._mean else 1)
+            return
+        if not self._owner.wide or in_fp32:
             for term in terms:
                 own.add_(term)
             if self._mean:
                 own.div_(num_ranks)
-            return
-        if own.is_cuda:
-            own = own.unsqueeze(0)
-            add_terms(terms.unsqueeze(1), own, own, num_ranks if self._mean else 1)
             return
         # By blocks that stay in the cache.
         buffer_pool = self._owner.transport.buffer_pool

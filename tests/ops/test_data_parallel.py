@@ -53,7 +53,11 @@ def test_wide_sums_of_large_buckets_go_block_by_block(world: World) -> None:
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_a_wide_sum_on_a_device_is_one_kernel(monkeypatch: pytest.MonkeyPatch, mean: bool) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp32_sum_on_a_device_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wide: bool, mean: bool
+) -> None:
     added: list[object] = []
 
     def add_terms(terms: torch.Tensor, own: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
@@ -61,11 +65,12 @@ def test_a_wide_sum_on_a_device_is_one_kernel(monkeypatch: pytest.MonkeyPatch, m
 
     monkeypatch.setattr("megatron_overlap.kernels.gemm_rs.add_terms", add_terms)
     monkeypatch.setattr("megatron_overlap.ops.wgrad.triton_unsupported_reason", lambda: "")
-    reduction: Any = SimpleNamespace(_owner=SimpleNamespace(wide=True), _mean=mean)
+    reduction: Any = SimpleNamespace(_owner=SimpleNamespace(wide=wide), _mean=mean)
     with FakeTensorMode():
-        terms = torch.empty(7, 64, device="cuda", dtype=torch.bfloat16)
+        terms = torch.empty(7, 64, device="cuda", dtype=dtype)
         Reduction._sum(reduction, terms[0], terms)
-    assert added == [((7, 1, 64), (1, 64), True, 8 if mean else 1)]
+    one = [((7, 1, 64), (1, 64), True, 8 if mean else 1)]
+    assert added == (one if wide or dtype == torch.float32 else [])
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
