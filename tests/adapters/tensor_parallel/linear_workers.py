@@ -108,7 +108,8 @@ def step(layer: Any, x: torch.Tensor, dy: torch.Tensor, *, recompute: bool = Fal
     if recompute:
         from megatron.core.tensor_parallel import checkpoint
 
-        y = checkpoint(forward, False, x)
+        # In the first pass the input requires no gradient, as where other layers come before.
+        y = checkpoint(lambda value: forward(value.clone()), False, x)
     else:
         y = forward(x)
     y.backward(dy)
