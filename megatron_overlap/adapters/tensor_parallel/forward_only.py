@@ -128,11 +128,8 @@ type Slowest = Callable[[list[float]], list[float]]
 
 
 def is_forward_only(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether no backward pass follows a call. The first pass of Megatron's activation recomputation has one.
-
-    `CheckpointWithoutOutput` (`--recompute-modules mla_up_proj`) sets no flag, but its input requires a gradient.
-    """
-    needs_grad = x.requires_grad or (weight.requires_grad and _grad_enabled())
+    """Whether no backward pass follows a call. The first pass of Megatron's activation recomputation has one."""
+    needs_grad = _grad_enabled() and (x.requires_grad or weight.requires_grad)
     return not needs_grad and not megatron_random.IS_CHECKPOINTING
 
 

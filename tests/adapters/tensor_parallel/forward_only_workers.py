@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import CheckpointWithoutOutput
 
 from megatron_overlap import OverlapConfig, enable
 from megatron_overlap.adapters.tensor_parallel import autotune, forward_only
@@ -174,16 +173,6 @@ def apart(group: dist.ProcessGroup, method: str, plain: bool) -> dict[tuple[str,
                     layer(x)
             step(layer, x, dy)
             step(layer, x, dy, recompute=True)
-        return counts(session)
-
-
-def recomputed_without_output(group: dist.ProcessGroup) -> dict[tuple[str, str], Counts]:
-    """The first pass of a layer in Megatron's `CheckpointWithoutOutput`, as of the up projections of MLA."""
-    start(group)
-    layer = make_layer("column", torch.float32)
-    x = make_data("column", torch.float32, 4 * group.size(), group.size(), group.rank(), True)[0].requires_grad_()
-    with enable(OverlapConfig(tensor={"method": "p2p"}), strict=True) as session:
-        assert CheckpointWithoutOutput(fp8=None).checkpoint(lambda rows: layer(rows)[0], x).requires_grad
         return counts(session)
 
 

@@ -106,11 +106,6 @@ def test_forward_only_calls_are_counted_apart_from_training(ranks: World, method
                 assert (training.overlapped, only.overlapped) == (3, 3 - silent)
 
 
-def test_recomputation_without_output_is_training(ranks: World) -> None:
-    for counted in ranks.run(RANKS, workers.recomputed_without_output):
-        assert {site: count.overlapped for site, count in counted.items()} == {("ag_gemm", "forward"): 1}
-
-
 def test_a_layer_that_communicates_nothing_in_a_call_is_no_fallback(ranks: World) -> None:
     for counted in ranks.run(RANKS, workers.silent_layer):
         assert counted == {
