@@ -4,12 +4,13 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 _MOST = 8  # differences, values and runs of ranks to list; the text counts the others
-_REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison
+_REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison, and in which the others read it
 
 
 def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> list[int]:
@@ -59,6 +60,7 @@ def compare(
     if not store.check([f"{topic}/{own}"]):
         store.set(f"{topic}/{own}", text)
     store.set(f"{topic}/{rank}", own)
+    silent: list[int] = []
     if rank == 0:
         keys = [f"{topic}/{index}" for index in range(len(ranks))]
         if silent := silent_ranks(store, keys, deadline_s):
@@ -71,9 +73,16 @@ def compare(
         store.set(f"{topic}/found", found)
     try:
         store.wait([f"{topic}/found"], timedelta(seconds=deadline_s + _REPLY_S))
-        return store.get(f"{topic}/found").decode()
+        found = store.get(f"{topic}/found").decode()
     except (RuntimeError, TimeoutError):
         return f"rank {ranks[0]} published no comparison within {deadline_s + _REPLY_S:g} s"
+    if found and rank == 0:  # it ends because of the text, and the store may end with it
+        others = [index for index in range(1, len(ranks)) if index not in silent]
+        silent_ranks(store, [f"{topic}/{index}/read" for index in others], _REPLY_S)
+    elif found:
+        with suppress(RuntimeError):
+            store.set(f"{topic}/{rank}/read", "")
+    return found
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> str:

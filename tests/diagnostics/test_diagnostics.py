@@ -64,6 +64,26 @@ def test_all_ranks_get_the_same_differences(world: World) -> None:
     assert texts == ["chunks: 2 on rank 0-1, 3, 4 on rank 2"] * 4
 
 
+def test_rank_0_ends_after_the_others_have_read_the_differences() -> None:
+    """It may hold the store. Rank 1 has published its facts, and reads late."""
+    store, found = dist.HashStore(), dict[int, str]()
+    store.set("t/1", "of rank 1")
+    store.set("t/of rank 1", "{}")
+
+    def run(rank: int, facts: dict[str, str]) -> None:
+        found[rank] = compare(store, rank, [0, 1], "t", facts, 5.0)
+
+    ranks = [threading.Thread(target=run, args=each) for each in enumerate([{"chunks": "2"}, {}])]
+    ranks[0].start()
+    store.wait(["t/found"], timedelta(seconds=5))
+    ranks[0].join(0.3)
+    assert not found
+    ranks[1].start()
+    for thread in ranks:
+        thread.join(5)
+    assert found == dict.fromkeys((0, 1), "chunks: 2 on rank 0, not set on rank 1")
+
+
 @pytest.mark.parametrize("silent", [0, 2])
 def test_the_text_names_a_silent_rank_within_the_deadline(world: World, silent: int) -> None:
     facts = [None if rank == silent else {"a": "1"} for rank in range(3)]
