@@ -91,7 +91,7 @@ def test_the_text_names_a_silent_rank_within_the_deadline(world: World, silent: 
     for rank, (text, took) in enumerate(answers):
         if rank != silent:
             assert text.startswith(f"rank {silent}")
-            assert took < 8
+            assert took < (8 if silent == 0 else 4), "only a silent rank 0 is awaited beyond the deadline"
     assert_same([text for rank, (text, _) in enumerate(answers) if rank != silent])
 
 
