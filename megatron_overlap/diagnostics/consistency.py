@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _MOST = 8  # differences, values and runs of ranks to list; the text counts the others
-_REPLY_S = 5.0  # time beyond the deadline in which rank 0 publishes the comparison, and in which the others read it
+_REPLY_S = 5.0  # time beyond the deadline for rank 0 to publish the comparison, and for the others to read it
 
 
 def silent_ranks(store: dist.Store, keys: Sequence[str], deadline_s: float) -> list[int]:
@@ -76,7 +76,7 @@ def compare(
         found = store.get(f"{topic}/found").decode()
     except (RuntimeError, TimeoutError):
         return f"rank {ranks[0]} published no comparison within {deadline_s + _REPLY_S:g} s"
-    if found and rank == 0:  # it ends because of the text, and the store may end with it
+    if found and rank == 0:  # it raises this text and ends, and the store may end with it
         others = [index for index in range(1, len(ranks)) if index not in silent]
         silent_ranks(store, [f"{topic}/{index}/read" for index in others], _REPLY_S)
     elif found:

@@ -334,7 +334,7 @@ def test_ranks_of_one_of_several_hosts_meet_under_their_registered_name(monkeypa
 
 
 def test_ranks_count_the_same_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch names the keys of one by the number of those of the process. The peer has had three more, in other groups.
+    """torch numbers the store keys of rendezvous by process. The peer has made three more, in other groups.
 
     Source: github.com/pytorch/pytorch/issues/196082.
     """

@@ -72,7 +72,7 @@ def open_backend(
     timeout_s = timeout_s or timeout_of(group)
     reason = local_unsupported_reason()
     if not reason:
-        # Its work may wait for earlier pipeline stages, and the trial waits for its work.
+        # The stream may hold receives from earlier pipeline stages; the trial waits for them, and has a deadline.
         torch.cuda.current_stream().synchronize()
     reason = first_unsupported_reason(store, rank, size, "local", reason, timeout_s)
     if reason:
@@ -99,7 +99,7 @@ def _with_deadline(attempt: Callable[[], str], deadline_s: float) -> str:
         try:
             return attempt()
         except Exception as error:
-            # torch compares the numbers of devices, and a process that sees one GPU has device 0.
+            # torch refuses ranks with equal device indices; a process that sees one GPU always has index 0.
             remedy = "; let each process see all GPUs of its host (CUDA_VISIBLE_DEVICES)"
             return f"{type(error).__name__}: {cause_of(error)}{remedy * ('overlapping devices' in str(error))}"
 
@@ -232,8 +232,9 @@ class CudaBackend:
         reasons = list(filter(None, self._host_group.all_gather_text(reason)))
         if reasons:
             raise TransportError(f"symmetric memory, {num_bytes} bytes: {'; '.join(reasons)}")
-        # torch numbers the keys of a rendezvous by process: ranks with other numbers would wait for other keys. Each
-        # missing one is with this rank alone. Source: github.com/pytorch/pytorch/issues/196082.
+        # torch numbers the store keys of rendezvous by process, not by group: ranks with different numbers would wait
+        # for different keys. A rank that is behind makes the missing rendezvous in groups of itself alone.
+        # Source: github.com/pytorch/pytorch/issues/196082.
         counts = self._host_group.all_gather([CudaBackend.num_rendezvous])
         with _without_multicast():
             for number in range(CudaBackend.num_rendezvous, max(counts)[0]):

@@ -46,7 +46,7 @@ def partition(lengths: Sequence[int], topology: Topology, *, capacity: int, cost
     found, spilled = _place_all(items, plan, attempts, "cut")
     if not spilled:
         return found
-    # A document does not fit whole on any rank or node. Plan with either way to make room; return the faster plan.
+    # Some document fits whole on no rank or node. Plan once with each value of `Spill`; return the faster plan.
     other, _ = _place_all(items, plan, attempts, "shift")
     return min(found, other, key=lambda each: max(max(load.attention_fs, load.message_fs) for load in loads(each, 0)))
 
